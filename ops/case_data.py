@@ -1,0 +1,106 @@
+"""
+Random inputs for the cases of ops that work on paged state.
+
+Everything that an op must not read is NaN: other pages, the null page, the rest of an owned page, and the
+gaps between the rows of a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midstream.ops.chunk_table import ChunkTable, cut_chunks
+from midstream.ops.registry import NULL_PAGE
+
+_ALIGN = 64  # elements: LAUNCH_ALIGN bytes for every element of two bytes or more
+
+
+def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
+    """Normal numbers, rounded to `dtype`."""
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def draw_pitched(generator: torch.Generator, *shape: int, dtype: torch.dtype, gap: int) -> Tensor:
+    """The same, as a view whose rows lie `gap` elements further apart than their length."""
+    width = torch.Size(shape[1:]).numel()
+    wide = torch.full((shape[0], width + gap), float("nan"), dtype=dtype)
+    wide[:, :width] = draw(generator, shape[0], width, dtype=dtype)
+    return wide[:, :width].unflatten(1, shape[1:])
+
+
+def poisoned_arena(
+    generator: torch.Generator,
+    pages: int,
+    start: int,
+    size: int,
+    live: Iterable[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Arena [pages, E] of NaN in which only elements [start, start + size) of live pages are numbers."""
+    elements = -(-(start + size + 1) // _ALIGN) * _ALIGN
+    arena = torch.full((pages, elements), float("nan"), dtype=dtype)
+    for page in sorted(set(live) - {NULL_PAGE}):
+        arena[page, start : start + size] = draw(generator, size, dtype=dtype)
+    return arena
+
+
+def index(*values: int) -> Tensor:
+    """An i32 index tensor."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def element_offset(start: int) -> Tensor:
+    """The one-element i64 tensor by which a layer finds its region."""
+    return torch.tensor([start], dtype=torch.int64)
+
+
+def decode_pages(rows: int) -> tuple[int, Tensor, Tensor]:
+    """Number of pages, read pages, write pages: in place, to another page, fresh, padding, in turn.
+
+    The index tensors are longer than the rows, as static buffers are; their tails and the padding name an owned
+    page that no row may touch.
+    """
+    untouched = 2 * rows + 1
+    read, write = [], []
+    for row in range(rows):
+        page, other = 2 * row + 1, 2 * row + 2
+        pairs = ((page, page), (page, other), (NULL_PAGE, page), (untouched, NULL_PAGE))
+        read.append(pairs[row % 4][0])
+        write.append(pairs[row % 4][1])
+    tail = (untouched, untouched)
+    return untouched + 1, index(*read, *tail), index(*write, *tail)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPages:
+    """Pages and chunks of a packed step."""
+
+    pages: int
+    read_page: Tensor  # i32[R + 2], longer than the rows
+    table: ChunkTable
+
+
+def chunk_pages(lengths: Sequence[int], exports: Sequence[Sequence[int]]) -> ChunkPages:
+    """Rows of `lengths` tokens that also export their state after `exports[row]` tokens.
+
+    Rows in turn: end in place, move to another page, start fresh, put their first export in place.
+    """
+    untouched = 1
+    read, write, pages = [], [], untouched + 1
+    export_page = {}
+    for row in range(len(lengths)):
+        old, new = pages, pages + 1
+        pages += 2
+        read.append(NULL_PAGE if row % 4 == 2 else old)
+        write.append(old if row % 4 == 0 else new)
+        for at in exports[row] if row < len(exports) else ():
+            if row % 4 == 3 and old not in export_page.values():
+                export_page[row, at] = old
+            else:
+                export_page[row, at], pages = pages, pages + 1
+    table = cut_chunks(lengths, write, export_page, padding_chunks=2)
+    return ChunkPages(pages, index(*read, untouched, untouched), table)

@@ -1,0 +1,265 @@
+"""
+Causal attention of the chunks of a step over the keys and values in their rows' KV pages.
+
+softmax(scale * q k^T) v over positions 0..position[t] for every token t of a chunk; the step's own
+keys and values are in the pages already.  Query head h uses KV head h // (H // G).  Tokens outside
+all chunks keep their output.
+
+Letters: Q chunks of at most `CHUNK` tokens of one row, T tokens, R rows, S slots, Z columns of the
+block table, N pages, E elements of a page, H query heads, G KV heads, D width of a head.
+Traffic: q and out once; 2 * G * D elements per position that a chunk sees, per chunk.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from midstream.ops.chunk_table import CHUNK, cut_chunks
+from midstream.ops.paged_kv import (
+    attend,
+    check_contiguous_heads,
+    check_kv_pages,
+    check_shared_heads,
+    kv_region,
+    random_pool,
+)
+from midstream.ops.paged_tile import LOG2_E, attend_tile, tile_positions
+from midstream.ops.registry import LAUNCH_ALIGN, PADDING, Args, OpCase, Tolerance, define_op
+
+_QUERY_ROWS = 128  # (token, head) pairs of a program
+
+
+def paged_attention_chunk_ref(
+    out: Tensor,  # [T, H, D]
+    arena: Tensor,  # [N, E]
+    q: Tensor,  # [T, H, D]
+    offset: Tensor,  # i64[1]  start of the layer's region in a page
+    kv_table: Tensor,  # i32[S, Z]
+    row_slot: Tensor,  # i32[R]
+    position: Tensor,  # i32[>=T]
+    chunk_start: Tensor,  # i32[Q + 1]  first token of each chunk
+    chunk_row: Tensor,  # i32[Q]  -1 in padding
+    kv_heads: int,
+    kv_block: int,
+    scale: float,
+) -> None:
+    """Say what the kernel means, one chunk at a time."""
+    region = kv_region(arena, offset, kv_block, kv_heads, q.shape[2])
+    starts, slots = chunk_start.tolist(), row_slot.tolist()
+    for chunk, row in enumerate(chunk_row.tolist()):
+        first, end = starts[chunk], starts[chunk + 1]
+        if row < 0 or first == end:
+            continue
+        here = slice(first, end)
+        out[here] = attend(q[here], region, kv_table[slots[row]], position[here], scale)
+
+
+@triton.jit
+def _attend_kernel(
+    out_ptr,  # [T, H, D]
+    arena_ptr,  # [N, page_stride]
+    q_ptr,  # [T, H, D]
+    offset_ptr,  # i64[1]
+    kv_table_ptr,  # i32[S, Z]
+    row_slot_ptr,  # i32[R]
+    position_ptr,  # i32[>=T]
+    chunk_start_ptr,  # i32[Q + 1]
+    chunk_row_ptr,  # i32[Q]
+    out_token_stride,
+    out_head_stride,
+    page_stride,
+    q_token_stride,
+    q_head_stride,
+    table_stride,
+    place_stride,  # elements from position to position, G * D
+    scale,  # of scores, for base 2
+    num_chunks,
+    SHARE: tl.constexpr,  # query heads of one KV head
+    KV_BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr,  # elements; regions start on multiples of it
+    PARTS: tl.constexpr,  # programs of a chunk and a KV head
+    M: tl.constexpr,  # query rows (token, head) of a program
+    TILE: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two >= D
+):
+    # late chunks see most positions: they start first
+    chunk = num_chunks - 1 - tl.program_id(0) // PARTS
+    part = tl.program_id(0) % PARTS
+    kv_head = tl.program_id(1)
+    row = tl.load(chunk_row_ptr + chunk)
+    if row < 0:
+        return
+    start = tl.load(chunk_start_ptr + chunk)
+    num_rows = (tl.load(chunk_start_ptr + chunk + 1) - start) * SHARE
+    if part * M >= num_rows:
+        return
+    place = part * M + tl.arange(0, M)
+    query_row = tl.minimum(place, num_rows - 1)  # rows past the end repeat the last one, unstored
+    token = (start + query_row // SHARE).to(tl.int64)
+    head = kv_head * SHARE + query_row % SHARE
+    lane = tl.arange(0, WIDTH)
+    q_row_ptr = q_ptr + token * q_token_stride + head * q_head_stride
+    query = tl.load(q_row_ptr[:, None] + lane[None, :], mask=(lane < D)[None, :], other=0.0)
+    query = query.to(arena_ptr.dtype.element_ty)
+    seen = tl.load(position_ptr + token) + 1
+    end = tl.max(seen, 0)
+    unmasked_end = tl.min(seen, 0) // TILE * TILE
+    slot = tl.load(row_slot_ptr + row).to(tl.int64)
+    table_ptr = kv_table_ptr + slot * table_stride
+    region = tl.multiple_of(tl.load(offset_ptr), ALIGN)
+    head_ptr = arena_ptr + region + kv_head * D
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    mixed = tl.zeros([M, WIDTH], tl.float32)
+    for first in range(0, unmasked_end, TILE):
+        top, total, mixed = attend_tile(
+            query, top, total, mixed, seen, first, end, head_ptr, table_ptr,
+            page_stride, place_stride, scale, False, KV_BLOCK, TILE, D, WIDTH,
+        )  # fmt: skip
+    for first in range(unmasked_end, end, TILE):
+        top, total, mixed = attend_tile(
+            query, top, total, mixed, seen, first, end, head_ptr, table_ptr,
+            page_stride, place_stride, scale, True, KV_BLOCK, TILE, D, WIDTH,
+        )  # fmt: skip
+    mixed = mixed / total[:, None]
+    out_row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
+    held = (place < num_rows)[:, None] & (lane < D)[None, :]
+    tl.store(out_row_ptr[:, None] + lane[None, :], mixed.to(out_ptr.dtype.element_ty), mask=held)
+
+
+def _tile_shape(width: int, share: int, element_bytes: int) -> tuple[int, int]:
+    """Query rows and positions of a program's tile.
+
+    >>> _tile_shape(64, 4, element_bytes=2), _tile_shape(64, 1, element_bytes=2)
+    ((128, 64), (64, 64))
+    """
+    if element_bytes > 2:  # no tensor cores: what fits into registers
+        return 16, 32 if width <= 64 else 16
+    most = triton.next_power_of_2(CHUNK * share)
+    return min(_QUERY_ROWS, most), tile_positions(width * element_bytes)
+
+
+def _launch(
+    out: Tensor,
+    arena: Tensor,
+    q: Tensor,
+    offset: Tensor,
+    kv_table: Tensor,
+    row_slot: Tensor,
+    position: Tensor,
+    chunk_start: Tensor,
+    chunk_row: Tensor,
+    kv_heads: int,
+    kv_block: int,
+    scale: float,
+) -> None:
+    check_kv_pages("paged_attention_chunk", arena)
+    check_contiguous_heads("paged_attention_chunk", q=q, out=out)
+    check_shared_heads("paged_attention_chunk", q.shape[1], kv_heads)
+    _, heads, width = q.shape
+    num_chunks = chunk_row.shape[0]
+    if num_chunks == 0:
+        return
+    share = heads // kv_heads
+    padded = triton.next_power_of_2(width)
+    query_rows, tile = _tile_shape(padded, share, arena.element_size())
+    parts = triton.cdiv(CHUNK * share, query_rows)
+    _attend_kernel[(num_chunks * parts, kv_heads)](
+        out, arena, q, offset, kv_table, row_slot, position, chunk_start, chunk_row,
+        out_token_stride=out.stride(0), out_head_stride=out.stride(1),
+        page_stride=arena.stride(0),
+        q_token_stride=q.stride(0), q_head_stride=q.stride(1),
+        table_stride=kv_table.stride(0), place_stride=kv_heads * width,
+        scale=scale * LOG2_E, num_chunks=num_chunks,
+        SHARE=share, KV_BLOCK=kv_block, ALIGN=LAUNCH_ALIGN // arena.element_size(),
+        PARTS=parts, M=query_rows, TILE=tile,
+        D=width, WIDTH=padded,
+        num_warps=8 if query_rows * padded > 128 * 64 else 4, num_stages=3,
+    )  # fmt: skip
+
+
+def _case(
+    new: tuple[int, ...] = (5, 1, 9),
+    past: tuple[int, ...] = (0, 6, 3),
+    heads: int = 4,
+    kv_heads: int = 2,
+    width: int = 16,
+    kv_block: int = 4,
+    padding: int = 2,
+    name: str = "",
+) -> OpCase:
+    """Row i has `past[i]` positions before the step and `new[i]` tokens in it; then padding."""
+
+    def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
+        lengths = tuple(p + n for p, n in zip(past, new, strict=True))
+        pool = random_pool(generator, dtype, lengths, kv_block, kv_heads, width)
+        tokens = sum(new) + padding
+        q = torch.randn(heads, tokens, width, generator=generator).to(dtype).transpose(0, 1)
+        order = torch.randperm(len(new), generator=generator).tolist()
+        position = torch.zeros(tokens, dtype=torch.int32)
+        known = [p for i in order for p in range(past[i], lengths[i])]
+        position[: sum(new)] = torch.tensor(known, dtype=torch.int32)
+        lengths_in_order = [new[i] for i in order]
+        table = cut_chunks(lengths_in_order, [1] * len(new), padding_chunks=padding)
+        return {
+            "out": torch.full((tokens, heads, width), 7.0, dtype=dtype, device=device),
+            "arena": pool.arena.to(device),
+            "q": q.to(device),
+            "offset": pool.offset.to(device),
+            "kv_table": pool.kv_table.to(device),
+            "row_slot": torch.tensor([*order, PADDING], dtype=torch.int32, device=device),
+            "position": position.to(device),
+            "chunk_start": table.chunk_start.to(device),
+            "chunk_row": table.chunk_row.to(device),
+            "kv_heads": kv_heads,
+            "kv_block": kv_block,
+            "scale": width**-0.5,
+        }
+
+    shape = f"T{sum(new) + padding}-H{heads}-G{kv_heads}-D{width}-block{kv_block}"
+    return OpCase(f"{shape}-{name or 'past' + str(max(past, default=0))}", build)
+
+
+def _traffic(args: Args) -> tuple[int, int]:
+    """q and out once, and what every chunk sees of keys and values."""
+    _, heads, width = args["q"].shape
+    position = args["position"].long() + 1
+    starts = args["chunk_start"].tolist()
+    spans = [(a, b) for a, b in pairwise(starts) if b > a]
+    seen_by_chunks = sum(int(position[a:b].max()) for a, b in spans)
+    seen_by_tokens = sum(int(position[a:b].sum()) for a, b in spans)
+    moved = 2 * seen_by_chunks * args["kv_heads"] * width + 2 * starts[-1] * heads * width
+    return moved * args["q"].element_size(), 4 * seen_by_tokens * heads * width
+
+
+paged_attention_chunk = define_op(
+    "paged_attention_chunk(Tensor(a!) out, Tensor arena, Tensor q, Tensor offset, Tensor kv_table, "
+    "Tensor row_slot, Tensor position, Tensor chunk_start, Tensor chunk_row, SymInt kv_heads, "
+    "SymInt kv_block, float scale) -> ()",
+    cuda=_launch,
+    cpu=paged_attention_chunk_ref,
+    cases=(
+        _case(),
+        _case(new=(130,), past=(0,)),  # three chunks of one row, the last one partial
+        _case(new=(64, 65, 1, 15), past=(1, 70, 129, 0), kv_block=16, name="mixed"),
+        _case(new=(), past=(), name="all-padding"),
+        _case(padding=0),
+        _case(kv_heads=4),  # no sharing
+        _case(heads=3, kv_heads=1),  # one KV head for all, and not a power of two
+        _case(heads=8, kv_heads=2, width=64, kv_block=16, new=(40, 3), past=(0, 30)),
+        _case(width=24, kv_block=8),  # not a power of two
+        _case(width=128, kv_block=16),
+    ),
+    tolerance=Tolerance(
+        {torch.float32: 4e-6, torch.bfloat16: 2e-2},
+        "an average of values: a few eps of the largest entry; bf16 rounds the weights before they "
+        "meet the values, and the result",
+    ),
+    traffic=_traffic,
+)

@@ -1,0 +1,120 @@
+"""
+Where a KV page keeps keys and values, in plain torch, for references and cases.
+
+A layer's region starts at `offset` in every page and is `[2, kv_block, G, D]`: keys, then values.
+Position p of a slot lies in page `kv_table[slot, p // kv_block]` at place `p % kv_block`.
+
+Letters: N pages, E elements of a page, S slots, Z columns of the block table, T tokens, H query
+heads, G KV heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from midstream.errors import ContractError
+from midstream.ops.registry import LAUNCH_ALIGN
+
+
+def kv_region(arena: Tensor, offset: Tensor, kv_block: int, kv_heads: int, width: int) -> Tensor:
+    """View of one layer's region in all pages: [N, 2, kv_block, G, D]."""
+    start = int(offset)
+    size = 2 * kv_block * kv_heads * width
+    return arena[:, start : start + size].unflatten(1, (2, kv_block, kv_heads, width))
+
+
+def attend(query: Tensor, region: Tensor, pages: Tensor, position: Tensor, scale: float) -> Tensor:
+    """Attention of T tokens of one sequence over its pages: [T, H, D], in at least float32.
+
+    query [T, H, D]; region of `kv_region`; pages i[columns] of the sequence; position i[T].
+    Query head h uses KV head h // (H // G).  Token t sees positions 0..position[t].
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    tokens, heads, width = query.shape
+    _, _, kv_block, kv_heads, _ = region.shape
+    num_seen = int(position.max()) + 1
+    columns = -(-num_seen // kv_block)
+    both = region[pages[:columns].long()].transpose(0, 1).flatten(1, 2)[:, :num_seen].to(wide)
+    key_NGD, value_NGD = both
+    query_TGHD = query.to(wide).view(tokens, kv_heads, heads // kv_heads, width)
+    score = torch.einsum("tghd,ngd->tghn", query_TGHD, key_NGD) * scale
+    seen = torch.arange(num_seen, device=position.device) <= position[:, None]
+    weight = score.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("tghn,ngd->tghd", weight, value_NGD).reshape(tokens, heads, width)
+
+
+def check_kv_pages(op: str, arena: Tensor) -> None:
+    """Raise ContractError unless pages start where the kernels may assume it."""
+    if arena.dim() != 2 or arena.stride(1) != 1:
+        raise ContractError(
+            f"{op}: arena has shape {tuple(arena.shape)} and strides {arena.stride()}, expected "
+            "[pages, elements] with contiguous pages; allocate it with the KV layout"
+        )
+    if arena.stride(0) * arena.element_size() % LAUNCH_ALIGN:
+        raise ContractError(
+            f"{op}: pages lie {arena.stride(0) * arena.element_size()} bytes apart, expected a "
+            f"multiple of {LAUNCH_ALIGN}; allocate the arena with the KV layout"
+        )
+
+
+def check_contiguous_heads(op: str, **tensors: Tensor) -> None:
+    """Raise ContractError unless every tensor is [tokens, heads, width] with contiguous heads."""
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3 or tensor.stride(2) != 1:
+            raise ContractError(
+                f"{op}: {name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, "
+                "expected [tokens, heads, width] whose last dimension is contiguous; "
+                "transpose views of (heads, tokens, width)"
+            )
+
+
+def check_shared_heads(op: str, heads: int, kv_heads: int) -> None:
+    """Raise ContractError unless every KV head serves the same number of query heads."""
+    if heads % kv_heads:
+        raise ContractError(
+            f"{op}: {heads} query heads and {kv_heads} KV heads, expected a multiple; "
+            "pass the model's num_key_value_heads as kv_heads"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class KvPool:
+    """Random keys and values of some sequences in scattered pages; all other memory holds NaN."""
+
+    arena: Tensor  # [N, E]
+    offset: Tensor  # i64[1]
+    kv_table: Tensor  # i32[S, Z]  slot i holds sequence i; unused columns name a page of NaN
+
+
+def random_pool(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    kv_block: int,
+    kv_heads: int,
+    width: int,
+    spare_columns: int = 3,
+) -> KvPool:
+    """A pool that holds `lengths[i]` positions for slot i, for the cases of attention ops."""
+    columns = [-(-length // kv_block) for length in lengths]
+    num_pages = sum(columns) + 2  # the null page and one that nobody owns
+    start = LAUNCH_ALIGN // dtype.itemsize
+    region_size = 2 * kv_block * kv_heads * width
+    page_size = -(-(start + region_size) // start) * start + start
+    arena = torch.full((num_pages, page_size), torch.nan, dtype=dtype)
+    offset = torch.tensor([start])
+    region = kv_region(arena, offset, kv_block, kv_heads, width)
+    pages = torch.randperm(num_pages - 1, generator=generator) + 1
+    table = pages[-1].repeat(len(lengths), max(columns, default=0) + spare_columns)
+    taken = 0
+    for slot, (length, count) in enumerate(zip(lengths, columns, strict=True)):
+        table[slot, :count] = pages[taken : taken + count]
+        taken += count
+        data = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
+        for position in range(length):
+            page = table[slot, position // kv_block]
+            region[page, :, position % kv_block] = data[:, position]
+    return KvPool(arena, offset, table.int())

@@ -1,0 +1,136 @@
+"""
+Which tokens temperature, top_k, top_p and min_p allow: the definition, and the search of the
+kernel.
+
+* top_k: tokens with at least the k-th largest logit.
+* top_p: of these, the smallest set {logit >= t} that holds at least top_p of their probability.
+* min_p: tokens at least min_p times as likely as the likeliest.
+
+Equal logits are allowed or refused together; a filter by sorting refuses some of them.  The kernel
+needs no sort: it bisects on the bits of the logit, so its number of turns is fixed.  Weights are
+relative to the likeliest token: exp((logit - peak) / temperature).
+
+Letters: L vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # largest float32
+STOP_IDS = tl.constexpr(8)  # of a slot
+_HOTTEST = tl.constexpr(1e6)  # bound on 1 / temperature
+_SUM_SLACK = tl.constexpr(1e-6)  # relative: sums of any order agree on the token that crosses top_p
+_LEAST_MASS = tl.constexpr(1e-20)  # top_p 0 allows the likeliest tokens
+
+
+def allowed_tokens(
+    logit: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor]:
+    """Which tokens of one row may be drawn, and log of their weight relative to the likeliest."""
+    inverse = min(float(1 / torch.tensor(temperature)), _HOTTEST.value)
+    log_weight = (logit - logit.max().clamp(min=-LARGEST.value)) * inverse
+    weight = log_weight.exp()
+    allowed = logit > -torch.inf
+    if 0 < top_k < len(logit):
+        allowed &= logit >= logit.topk(top_k).values[-1]
+    if top_p < 1:
+        allowed &= logit >= _crossing_logit(logit, weight.masked_fill(~allowed, 0), top_p)
+    return allowed & (weight >= min(min_p, 1.0)), log_weight
+
+
+def _crossing_logit(logit: Tensor, weight: Tensor, top_p: float) -> Tensor:
+    """The largest logit t for which {logit >= t} holds at least top_p of the weight."""
+    order = logit.argsort(descending=True)
+    mass = weight[order].cumsum(0)
+    target = mass[-1] * max(top_p * (1 - _SUM_SLACK.value), _LEAST_MASS.value)
+    return logit[order[int((mass < target).sum().clamp(max=len(logit) - 1))]]
+
+
+@triton.jit
+def load_logits(logits_row_ptr, token, vocabulary, stop_ptr, early):
+    """Raw logits, and logits without NaN, +inf and refused tokens; -inf past the vocabulary."""
+    raw = tl.load(logits_row_ptr + token, mask=token < vocabulary, other=float("-inf"))
+    raw = raw.to(tl.float32)
+    usable = tl.where(raw == raw, tl.minimum(raw, LARGEST), float("-inf"))
+    clean = usable
+    if early:
+        for place in range(STOP_IDS):
+            clean = tl.where(token == tl.load(stop_ptr + place), float("-inf"), clean)
+    return raw, usable, clean
+
+
+@triton.jit
+def ordered(logit):
+    """int32 keys in the order of the logits; the two zeros are equal."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def inverse_temperature(temperature):
+    return tl.minimum(tl.div_rn(1.0, temperature), _HOTTEST)
+
+
+@triton.jit
+def _largest_key(
+    logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key, target,
+    BY_WEIGHT: tl.constexpr, KEY_BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest key for which the tokens at or above it weigh (or count) at least `target`.
+
+    Bisection, one bit of the key after the other; tokens below `lowest_key` do not count.
+    """
+    key = tl.full([], -(2**31), tl.int32)
+    for turn in range(KEY_BITS):
+        candidate = key ^ (tl.full([], 1, tl.int32) << (31 - turn))
+        sums = tl.zeros([TILE], tl.float32)
+        for first in range(0, vocabulary, TILE):
+            token = first + tl.arange(0, TILE)
+            _, _, clean = load_logits(logits_row_ptr, token, vocabulary, stop_ptr, early)
+            weight = tl.exp((clean - peak) * inverse) if BY_WEIGHT else 1.0
+            above = ordered(clean) >= tl.maximum(candidate, lowest_key)
+            sums += tl.where(above & (token < vocabulary), weight, 0.0)
+        key = tl.where(tl.sum(sums, 0) >= target, candidate, key)
+    return tl.maximum(key, lowest_key)
+
+
+@triton.jit
+def _total_weight(
+    logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key, TILE: tl.constexpr
+):
+    """Weight of the tokens at or above `lowest_key`."""
+    sums = tl.zeros([TILE], tl.float32)
+    for first in range(0, vocabulary, TILE):
+        token = first + tl.arange(0, TILE)
+        _, _, clean = load_logits(logits_row_ptr, token, vocabulary, stop_ptr, early)
+        weight = tl.exp((clean - peak) * inverse)
+        sums += tl.where(ordered(clean) >= lowest_key, weight, 0.0)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def lowest_allowed_key(
+    logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, top_k, top_p,
+    KEY_BITS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Key from which on top_k and top_p allow tokens."""
+    lowest_key = tl.full([], -(2**31), tl.int32)
+    if (top_k > 0) & (top_k < vocabulary):
+        lowest_key = _largest_key(
+            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key,
+            top_k.to(tl.float32), False, KEY_BITS, TILE,
+        )  # fmt: skip
+    if top_p < 1.0:
+        total = _total_weight(
+            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key, TILE
+        )
+        target = total * tl.maximum(top_p * (1.0 - _SUM_SLACK), _LEAST_MASS)
+        lowest_key = _largest_key(
+            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key,
+            target, True, KEY_BITS, TILE,
+        )  # fmt: skip
+    return lowest_key

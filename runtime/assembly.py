@@ -1,0 +1,136 @@
+"""Builds the parts of an engine from a model and a configuration, and undoes the lowering if that fails."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from midstream.compiler.context import Pools
+from midstream.compiler.lowering import LoweredModel, lower
+from midstream.runtime.commit import Committer
+from midstream.runtime.config import (
+    STATE_DTYPES,
+    EngineConfig,
+    ModelLimits,
+    ResolvedConfig,
+    check_options,
+    resolve,
+)
+from midstream.runtime.device_step import DeviceStep
+from midstream.runtime.emit import Emitter
+from midstream.runtime.hashing import BlockHasher
+from midstream.runtime.intake import Intake
+from midstream.runtime.live import LiveTable
+from midstream.runtime.ownership import PageOwnership
+from midstream.runtime.pages import PagePool
+from midstream.runtime.prefix import PrefixIndex
+from midstream.runtime.runner import StepRunner
+from midstream.runtime.scheduler import Scheduler
+from midstream.runtime.slots import SlotLayout, SlotMemory
+from midstream.runtime.stage import Stage, stage_limits
+
+_CPU_MEMORY = 2 * 2**30  # a CPU engine plans with no more than this
+
+_log = logging.getLogger("midstream")
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is made of."""
+
+    config: ResolvedConfig
+    lowered: LoweredModel
+    pools: Pools
+    ownership: PageOwnership
+    scheduler: Scheduler
+    committer: Committer
+    runner: StepRunner
+    intake: Intake
+    emitter: Emitter
+
+
+def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
+    """Lower the model and build everything around it.  On an error the model is given back unchanged."""
+    check_options(options)
+    compile_mode = options.compile
+    if compile_mode == "auto":
+        compile_mode = "inductor" if next(model.parameters()).is_cuda else "eager"
+    lowered = lower(
+        model,
+        temporal_dtype=STATE_DTYPES[options.state_dtype],
+        compile_mode="inductor" if compile_mode == "inductor" else "eager",
+        kv_block=options.kv_block,
+    )
+    try:
+        limits = ModelLimits(
+            max_positions=getattr(model.config, "max_position_embeddings", None),
+            state_page_bytes=lowered.layout.page_bytes,
+            kv_page_bytes=lowered.kv_layout.page_bytes,
+            is_cuda=lowered.device.type == "cuda",
+        )
+        config = resolve(options, limits, free_memory(lowered.device))
+        parts = _build(lowered, tokenizer, config)
+    except BaseException:
+        lowered.undo()
+        raise
+    _log.info(
+        "%d state pages of %d bytes, %d KV pages of %d bytes, longest sequence %d",
+        config.num_state_pages, limits.state_page_bytes, config.num_kv_pages, limits.kv_page_bytes,
+        config.max_len,
+    )  # fmt: skip
+    return parts
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the pools may be planned from."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    pages = os.sysconf("SC_AVPHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return min(pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else _CPU_MEMORY, _CPU_MEMORY)
+
+
+def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig) -> Parts:
+    device = lowered.device
+    # without checkpoints the one running page never moves: a single block holds the whole sequence
+    block = config.state_block if config.cache_mode == "align" else config.max_len
+    layout = SlotLayout(
+        config.max_rows, -(-config.max_len // block), -(-config.max_len // config.kv_block)
+    )
+    slots = SlotMemory.allocate(layout, device)
+    temporal, conv = lowered.layout.allocate(config.num_state_pages, device)
+    kv = lowered.kv_layout.allocate(config.num_kv_pages, device)
+    pools = Pools(temporal, conv, kv, slots.kv_table, config.kv_block)
+    lowered.bind(pools)
+
+    live = LiveTable(layout, config.max_len)
+    kv_pool, state_pool = (
+        PagePool(config.num_kv_pages, "kv"),
+        PagePool(config.num_state_pages, "state"),
+    )
+    index = PrefixIndex(kv_pool, state_pool, config.kv_block)
+    ownership = PageOwnership(live, layout, kv_pool, state_pool, index, config.kv_block, block)
+    hasher = None
+    if config.cache_mode == "align":
+        hasher = BlockHasher(block=config.kv_block, key=config.hash_key)
+    scheduler = Scheduler(live, layout, ownership, hasher, config.max_step_tokens)
+
+    limits = stage_limits(config.max_rows, config.max_step_tokens, block)
+    step = DeviceStep(
+        lowered, slots, Stage(limits, device), lowered.layout, (temporal, conv), block,
+        config.migration == "precopy",
+    )  # fmt: skip
+    return Parts(
+        config=config,
+        lowered=lowered,
+        pools=pools,
+        ownership=ownership,
+        scheduler=scheduler,
+        committer=Committer(live, ownership, scheduler),
+        runner=StepRunner(step, live, config.kv_block, config.graph_rows),
+        intake=Intake(lowered.model, tokenizer, config),
+        emitter=Emitter(tokenizer),
+    )

@@ -1,0 +1,167 @@
+"""
+Generates text with a hybrid model of transformers from a local folder.
+
+midstream generate   prints the configuration first, then each answer as it arrives, and last:
+                     tokens per second, time to first token, prompt tokens reused, device, graph
+                     replays, fallbacks.  Answers go to stdout, all else to stderr.
+midstream info       prints versions, the device, and what is missing here and why.
+
+    midstream generate --model DIR --prompt "Once upon a time" --max-tokens 64 --temperature 0
+    midstream generate --model DIR --chat --memory 8GiB
+    midstream info
+
+Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when a request failed,
+2 for what is refused, 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from midstream.errors import ConfigError, MidstreamError
+from midstream.runtime.config import EngineConfig, check_options
+from midstream.runtime.conversation import Conversation
+from midstream.runtime.engine import Engine
+from midstream.runtime.flags import add_flags, given
+from midstream.runtime.installation import describe, find_installation
+from midstream.runtime.loading import load_model
+from midstream.runtime.sampling import SamplingParams
+from midstream.runtime.session import Session
+
+REFUSED = 2
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except MidstreamError as error:
+        print(f"midstream: {error}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        print("\nmidstream: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    return status
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line; its flags follow the fields of the two public dataclasses."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("midstream", description=__doc__, formatter_class=as_written)
+    commands = parser.add_subparsers(required=True, metavar="generate | info")
+    generate = commands.add_parser("generate", help="answer prompts, or chat")
+    generate.set_defaults(run=run_generate)
+    _add_inputs(generate)
+    add_flags(generate.add_argument_group("engine (EngineConfig)"), EngineConfig)
+    add_flags(generate.add_argument_group("sampling (SamplingParams)"), SamplingParams)
+    info = commands.add_parser("info", help="what this machine can run")
+    info.set_defaults(run=run_info)
+    return parser
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """Answer the prompts of the command line, or those of a chat on stdin."""
+    options, params = given(args, EngineConfig), SamplingParams(**given(args, SamplingParams))
+    check_options(EngineConfig(**options))
+    prompts = read_prompts(args)
+    model, tokenizer = load_model(args.model, args.dtype, args.device)
+    if tokenizer is None and not args.token_ids:
+        raise ConfigError(
+            f"generate: no tokenizer in '{args.model}', and a vocabulary of "
+            f"{model.config.vocab_size} is not that of bytes, so text cannot be read; "
+            "give the prompt as ids: --token-ids 1,2,3"
+        )
+    with Engine(model, tokenizer=tokenizer, **options) as engine:
+        print(config_line(engine, model), file=sys.stderr)
+        session = Session(engine, params, sys.stdout)
+        try:
+            if args.chat:
+                chat(session, Conversation(tokenizer))
+            else:
+                session.answer(prompts)
+        finally:
+            for line in session.summary(model.device):
+                print(line, file=sys.stderr)
+        return 1 if session.num_failed else 0
+
+
+def run_info(args: argparse.Namespace) -> int:
+    """Print what was found on this machine."""
+    print("\n".join(describe(find_installation())))
+    return 0
+
+
+def chat(session: Session, conversation: Conversation) -> None:
+    """One answer for each line of stdin, until its end."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            (output,) = session.answer([conversation.ask(line.rstrip("\n"))])
+            conversation.answered(output.text or "")
+
+
+def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
+    """The prompts of the command line, in its order; none for a chat."""
+    texts = args.prompt or [_read_file(path) for path in args.prompt_file or ()]
+    return texts or [parse_token_ids(text) for text in args.token_ids or ()]
+
+
+def parse_token_ids(text: str) -> list[int]:
+    """
+    >>> parse_token_ids("1, 2,3")
+    [1, 2, 3]
+    """
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"generate: --token-ids {text!r}; expected numbers with commas between, such as 1,2,3"
+        ) from None
+
+
+def config_line(engine: Engine, model: Any) -> str:
+    """All that the engine runs with, in one line."""
+    config = engine.config
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    values["hash_key"] = "random" if config.hash_key is None else "given"  # it is a secret
+    values["graph_rows"] = ",".join(map(str, config.graph_rows)) or "none"
+    values |= {"model": type(model).__name__, "dtype": model.dtype, "device": model.device}
+    return "config: " + " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="DIR", help="a folder of transformers")
+    parser.add_argument(
+        "--dtype", default="auto", help="of the weights; default: as in config.json"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="default: cuda where there is one, else cpu"
+    )
+    inputs = parser.add_mutually_exclusive_group(required=True)
+    repeat = "; repeat it for several requests"
+    inputs.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt" + repeat)
+    inputs.add_argument(
+        "--prompt-file", action="append", metavar="FILE", help="a text file" + repeat
+    )
+    inputs.add_argument("--token-ids", action="append", metavar="IDS", help="1,2,3" + repeat)
+    inputs.add_argument("--chat", action="store_true", help="one turn for each line of stdin")
+
+
+def _read_file(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"generate: --prompt-file '{path}' cannot be read ({error}); give a UTF-8 text file"
+        ) from error

@@ -1,0 +1,253 @@
+"""
+What the user asked for (`EngineConfig`, None means "decide for me") and what the engine runs with (`ResolvedConfig`).
+
+`resolve` is the only bridge; it is pure.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from midstream.errors import ConfigError, UnsupportedError
+
+CACHE_MODES = ("none", "align")
+GRAPH_MODES = ("full", "off")
+MIGRATIONS = ("copyfree", "precopy")
+COMPILE_MODES = ("eager", "inductor")
+STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of `midstream.Engine`.  Every field is also a flag of the command line."""
+
+    cache_mode: str = "align"  # "none": no reuse; "align": checkpoints on the state_block grid
+    state_block: int = 64  # tokens between checkpoints; a multiple of kv_block
+    kv_block: int = 16  # tokens of a KV page, and the grid of hit positions
+    max_rows: int = 256  # live requests at once
+    max_step_tokens: int = 8192  # tokens computed in one step
+    max_len: int | None = None  # prompt + output; None: what the model and the pools hold
+    memory: str | int = "80%"  # of free memory, or bytes ("8GiB"), for state and KV pages
+    num_state_pages: int | None = None  # None: planned from memory
+    num_kv_pages: int | None = None  # None: planned from memory
+    graphs: str = "full"  # "full": decode steps are captured; "off": always eager
+    migration: str = "auto"  # "copyfree", "precopy" or "auto"
+    retention: str | int | None = "auto"  # every state_block boundary is kept, whatever this says
+    state_dtype: str = "float32"  # of recurrent (temporal) state
+    compile: str = "auto"  # "eager", "inductor", or "auto": inductor where there is a GPU
+    hash_key: str | None = (
+        None  # 32 hex digits; None: random, so that block hashes cannot be predicted
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What `resolve` needs to know of a lowered model."""
+
+    max_positions: int | None  # longest sequence the model was built for, None if unlimited
+    state_page_bytes: int
+    kv_page_bytes: int
+    is_cuda: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """What the engine runs with.  No None."""
+
+    cache_mode: str
+    state_block: int
+    kv_block: int
+    max_rows: int
+    max_step_tokens: int
+    max_len: int
+    num_state_pages: int
+    num_kv_pages: int
+    graph_rows: tuple[int, ...]  # captured batch sizes, ascending; empty: no graphs
+    migration: str
+    state_dtype: torch.dtype
+    compile: str
+    hash_key: bytes | None
+
+
+def engine_config(options: Mapping[str, Any]) -> EngineConfig:
+    """The configuration from keyword options.  Raises ConfigError for an unknown name.
+
+    >>> engine_config({"max_row": 4})
+    Traceback (most recent call last):
+    ...
+    midstream.errors.ConfigError: Engine: unknown option 'max_row'; did you mean 'max_rows'?
+    """
+    known = [field.name for field in fields(EngineConfig)]
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"Engine: unknown option {name!r}; {hint}")
+    return EngineConfig(**options)
+
+
+def check_options(config: EngineConfig) -> None:
+    """Refuse what can be refused without a model.  Raises ConfigError or UnsupportedError."""
+    if config.cache_mode == "all":
+        raise UnsupportedError(
+            "Engine: cache_mode='all' (every block keeps its page) is not built yet; use 'align'"
+        )
+    _one_of("cache_mode", config.cache_mode, CACHE_MODES)
+    _one_of("graphs", config.graphs, GRAPH_MODES)
+    _one_of("migration", config.migration, ("auto", *MIGRATIONS))
+    _one_of("compile", config.compile, ("auto", *COMPILE_MODES))
+    _one_of("state_dtype", config.state_dtype, tuple(STATE_DTYPES))
+    for name in ("state_block", "kv_block", "max_rows", "max_step_tokens"):
+        _positive(name, getattr(config, name))
+    for name, least in (("max_len", 2), ("num_state_pages", 4), ("num_kv_pages", 2)):
+        value = getattr(config, name)
+        if value is not None:
+            _positive(name, value, least)
+    if config.state_block % config.kv_block:
+        raise ConfigError(
+            f"Engine: state_block={config.state_block} is not a multiple of "
+            f"kv_block={config.kv_block}; checkpoints must fall on the KV grid, choose e.g. "
+            f"state_block={-(-config.state_block // config.kv_block) * config.kv_block}"
+        )
+    retention = config.retention
+    if not (retention in ("auto", None) or (type(retention) is int and retention >= 0)):
+        raise ConfigError(
+            f"Engine: retention={retention!r}; expected 'auto', None or a number of tokens >= 0"
+        )
+    parse_hash_key(config.hash_key)
+
+
+def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> ResolvedConfig:
+    """Fill every None.  Pure: logs nothing, touches no device, changes no input."""
+    check_options(config)
+    num_state, num_kv = plan_pages(config, limits, free_bytes)
+    kv_tokens = (num_kv - 1) * config.kv_block
+    known = [n for n in (config.max_len, limits.max_positions) if n is not None]
+    if config.max_len is not None and limits.max_positions not in (None, 0):
+        _at_most("max_len", config.max_len, limits.max_positions or 0, "positions of the model")
+    if config.max_len is not None:
+        _at_most("max_len", config.max_len, kv_tokens, "tokens that the KV pages hold")
+    return ResolvedConfig(
+        cache_mode=config.cache_mode,
+        state_block=config.state_block,
+        kv_block=config.kv_block,
+        max_rows=config.max_rows,
+        max_step_tokens=config.max_step_tokens,
+        max_len=min([*known, kv_tokens]),
+        num_state_pages=num_state,
+        num_kv_pages=num_kv,
+        graph_rows=ladder(min(config.max_rows, config.max_step_tokens))
+        if config.graphs == "full"
+        else (),
+        migration="copyfree" if config.migration == "auto" else config.migration,
+        state_dtype=STATE_DTYPES[config.state_dtype],
+        compile=("inductor" if limits.is_cuda else "eager")
+        if config.compile == "auto"
+        else config.compile,
+        hash_key=parse_hash_key(config.hash_key),
+    )
+
+
+def ladder(max_rows: int) -> tuple[int, ...]:
+    """Captured batch sizes: powers of two up to 16, then multiples of 16, 32 from 64 on, and the maximum.
+
+    >>> ladder(6)
+    (1, 2, 4, 6)
+    >>> ladder(100)
+    (1, 2, 4, 8, 16, 32, 48, 64, 96, 100)
+    """
+    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, max_rows, 32), max_rows]
+    return tuple(sorted({n for n in sizes if n <= max_rows}))
+
+
+def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tuple[int, int]:
+    """Page counts (state, KV), null pages included, that fit the byte budget.
+
+    The mix: `max_rows` sequences of the longest length, but at most half of the budget, go to KV
+    pages; the rest holds recurrent state, at most four checkpoints for each block of those KV pages.
+
+    Raises:
+        ConfigError: when the budget cannot hold one running sequence.
+    """
+    budget = parse_memory(config.memory, free_bytes)
+    longest = config.max_len or limits.max_positions or 8192
+    blocks = -(-longest // config.kv_block)
+    num_kv = config.num_kv_pages
+    if num_kv is None:
+        wanted = config.max_rows * blocks + 1
+        fits = (budget // 2) // max(limits.kv_page_bytes, 1)
+        num_kv = min(wanted, fits)
+    num_state = config.num_state_pages
+    if num_state is None:
+        left = budget - num_kv * limits.kv_page_bytes
+        wanted = 2 * config.max_rows + 4 * num_kv * config.kv_block // config.state_block + 4
+        num_state = min(wanted, left // max(limits.state_page_bytes, 1))
+    if num_kv < 2 or num_state < 4:
+        raise ConfigError(
+            f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages of "
+            f"{limits.state_page_bytes:,} bytes and {max(num_kv, 0)} KV pages of {limits.kv_page_bytes:,} bytes; "
+            "at least 4 and 2 are needed; raise memory or lower max_rows"
+        )
+    return num_state, num_kv
+
+
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+
+
+def parse_memory(memory: Any, free_bytes: int) -> int:
+    """Bytes for a share of the free memory or an amount.
+
+    >>> parse_memory("50%", 1000), parse_memory("2KiB", 0), parse_memory(7, 0)
+    (500, 2048, 7)
+    """
+    if type(memory) is int and memory > 0:
+        return memory
+    text = str(memory).strip().upper().replace(" ", "")
+    try:
+        if text.endswith("%") and 0 < float(text[:-1]) <= 100:
+            return int(free_bytes * float(text[:-1]) / 100)
+        for unit, factor in _UNITS.items():
+            if text.endswith(unit):
+                return int(float(text[: -len(unit)]) * factor)
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"Engine: memory={memory!r}; expected a share such as '80%' or an amount such as '8GiB'"
+    )
+
+
+def parse_hash_key(text: str | None) -> bytes | None:
+    """16 bytes from 32 hex digits."""
+    if text is None:
+        return None
+    try:
+        key = bytes.fromhex(text)
+    except (ValueError, TypeError):
+        key = b""
+    if len(key) != 16:
+        raise ConfigError(f"Engine: hash_key={text!r}; expected 32 hexadecimal digits or None")
+    return key
+
+
+def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"Engine: {name}={value!r}; expected one of {', '.join(map(repr, known))}"
+        )
+
+
+def _positive(name: str, value: Any, least: int = 1) -> None:
+    if type(value) is not int or value < least:
+        raise ConfigError(f"Engine: {name}={value!r}; expected a whole number >= {least}")
+
+
+def _at_most(name: str, value: int, limit: int, what: str) -> None:
+    if value > limit:
+        raise ConfigError(f"Engine: {name}={value} exceeds the {limit} {what}; lower it")

@@ -1,0 +1,356 @@
+"""
+Serves requests on a lowered model: the whole runtime behind five methods.
+
+    engine = midstream.Engine(model, tokenizer=tokenizer)
+    for out in engine.generate(prompts, midstream.SamplingParams(max_tokens=64, temperature=0)):
+        print(out.text, out.num_cached_tokens)
+    engine.close()
+
+An engine belongs to one thread.  Several engines may live in one process, each with a model of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from midstream.errors import ContractError
+from midstream.runtime.assembly import Parts, assemble
+from midstream.runtime.commit import Arrival
+from midstream.runtime.config import ResolvedConfig, engine_config
+from midstream.runtime.intake import Prompt
+from midstream.runtime.plan import StepPlan
+from midstream.runtime.poison import poison_free_pages
+from midstream.runtime.request import Lookup, Output, Request
+from midstream.runtime.runner import InFlight
+from midstream.runtime.sampling import SamplingParams
+from midstream.runtime.settings import read_settings
+
+_REMEMBERED = 4096  # finished requests that explain() still knows
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """Names a request of an engine."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """News of one request: a token that arrived, and the output when it was the last."""
+
+    handle: Handle
+    token_ids: tuple[int, ...]
+    text: str | None
+    output: Output | None
+
+
+class Engine:
+    """Continuous batching of many requests over paged state, one graph replay per decode step."""
+
+    def __init__(self, model: Any, tokenizer: Any | None = None, **options: Any) -> None:
+        """Lower `model` in place, allocate the pools, capture the decode steps.
+
+        Args:
+            model: a causal language model of transformers, in eval mode, on one device.
+            tokenizer: for prompts given as text and for `Output.text`; may be None.
+            options: fields of `EngineConfig`.
+        Raises:
+            ConfigError: an option that can never work.
+            UnsupportedError: a model or a mode that is not supported.
+        """
+        self._settings = read_settings(os.environ)
+        self._parts: Parts = assemble(model, tokenizer, engine_config(options))
+        self._requests: dict[int, Request] = {}
+        self._lookups: OrderedDict[int, Lookup] = OrderedDict()
+        self._flights: deque[InFlight] = deque()
+        self._updates: list[Update] = []
+        self._counts = dict.fromkeys(
+            ("steps", "prompt_tokens", "cached_tokens", "output_tokens"), 0
+        )
+        self._closed = False
+        self._warm_up()
+
+    # -- what users call ----------------------------------------------------------------------------
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """What the engine runs with."""
+        return self._parts.config
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Output]:
+        """Outputs in the order of the prompts.  Leaving the loop early aborts the rest."""
+        handles = self._add_all(prompts, params, watched=False)
+        outputs: dict[Handle, Output] = {}
+        for update in self._run(handles):
+            if update.output is not None:
+                outputs[update.handle] = update.output
+            while handles and handles[0] in outputs:
+                yield outputs.pop(handles.pop(0))
+
+    def stream(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[Update]:
+        """Updates of all prompts as tokens arrive.  Leaving the loop early aborts the rest."""
+        yield from self._run(self._add_all(prompts, params, watched=True))
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str | None = None,
+        stream: bool = False,
+    ) -> Handle:
+        """Queue a request; `step()` works on it.
+
+        Args:
+            prompt: token ids, or text where the engine has a tokenizer.
+            priority: smaller goes first.
+            salt: requests share saved state only with requests of the same salt.
+            stream: report every token in `step()`, not only the last.
+        Raises:
+            ConfigError: the prompt or a parameter can never work.
+            CapacityError: the request can never fit.
+        """
+        self._check_open()
+        request = self._parts.intake.request(prompt, params, priority, salt, stream)
+        self._requests[request.request_id] = request
+        self._parts.scheduler.add(request)
+        return Handle(request.request_id)
+
+    def step(self) -> list[Update]:
+        """Launch the next step and return what the step before it brought.  Empty when nothing arrived."""
+        self._check_open()
+        plan = self._parts.scheduler.next_step()
+        if plan is not None:
+            self._launch(plan)
+        elif not self._flights:
+            self._refuse_stuck()
+        if len(self._flights) > 1 or (plan is None and self._flights):
+            self._commit(self._flights.popleft())
+        updates, self._updates = self._updates, []
+        return updates
+
+    def abort(self, handle: Handle) -> None:
+        """End a request now.  Its output arrives with the next `step()`; unknown handles are ignored."""
+        request = self._requests.get(handle.request_id)
+        if request is not None:
+            self._finish(request, "abort", (), None)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not finished."""
+        return len(self._requests)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since construction, and the pages of both pools now."""
+        parts = self._parts
+        pools = {"kv": parts.ownership.kv_pool, "state": parts.ownership.state_pool}
+        return self._counts | {
+            "waiting": len(parts.scheduler.waiting),
+            "running": len(parts.scheduler.running),
+            "preemptions": parts.scheduler.num_preemptions,
+            "graph_replays": parts.runner.graphs.num_replays,
+            "graph_fallbacks": dict(parts.runner.graphs.fallbacks),
+            "pages": {
+                name: {"free": p.num_free, "cached": p.num_cached, "owned": p.num_owned}
+                for name, p in pools.items()
+            },
+        }
+
+    def explain(self, handle: Handle) -> str:
+        """Why a request reused what it reused.
+
+        Raises:
+            ContractError: the engine does not know the request.
+        """
+        request = self._requests.get(handle.request_id)
+        lookup = request.lookup if request else self._lookups.get(handle.request_id)
+        if request is None and lookup is None:
+            raise ContractError(
+                f"Engine: request {handle.request_id} is not known here; expected a handle of this engine, "
+                f"among the last {_REMEMBERED} that finished"
+            )
+        if lookup is None:
+            return "waiting: not looked up yet"
+        return explain_lookup(lookup, self.config.cache_mode)
+
+    def weights_changed(self) -> None:
+        """After the model's weights were changed: forget all saved state, capture again if they moved.
+
+        Raises:
+            ContractError: while requests are unfinished; their state belongs to the old weights.
+        """
+        self._check_open()
+        if self._requests or self._flights:
+            raise ContractError(
+                f"Engine: weights_changed() with {len(self._requests)} unfinished requests; "
+                "finish or abort them and step() until nothing is left"
+            )
+        self._parts.ownership.index.reset()
+        self._parts.runner.recapture_if_moved()
+
+    def check_books(self) -> None:
+        """Raise ContractError unless every page is free, cached or owned, exactly once."""
+        self._parts.ownership.index.check_books()
+
+    def close(self) -> None:
+        """Drop graphs and pools and give the model back unchanged.  May be called again."""
+        if self._closed:
+            return
+        self._closed = True
+        while self._flights:
+            self._parts.runner.wait(self._flights.popleft())
+        self._parts.runner.graphs.clear()
+        self._parts.lowered.undo()
+        del self._parts
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- the step -------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> None:
+        parts = self._parts
+        if self._settings.poison:
+            poison_free_pages(parts)
+        try:
+            self._flights.append(parts.runner.launch(plan))
+        except BaseException as error:
+            self._fail(plan, error)
+            raise
+        self._counts["steps"] += 1
+        self._counts["prompt_tokens"] += sum(chunk.end - chunk.begin for chunk in plan.chunks)
+
+    def _commit(self, flight: InFlight) -> None:
+        try:
+            result = self._parts.runner.wait(flight)
+        except BaseException as error:
+            self._fail(flight.plan, error)
+            raise
+        self._counts["output_tokens"] += int((result.token >= 0).sum())
+        for arrival in self._parts.committer.commit(flight.plan, result):
+            self._arrive(arrival)
+
+    def _arrive(self, arrival: Arrival) -> None:
+        request, reason = arrival.request, arrival.finish_reason
+        text = None
+        if request.watched:
+            text, stopped = self._parts.emitter.push(arrival)
+            reason = "stop" if stopped else reason
+        if reason is not None:
+            self._finish(request, reason, (arrival.token_id,), text)
+        elif request.streamed:
+            handle = Handle(request.request_id)
+            self._updates.append(Update(handle, (arrival.token_id,), text, None))
+
+    def _finish(
+        self,
+        request: Request,
+        reason: str,
+        token_ids: tuple[int, ...],
+        text: str | None,
+        error: str | None = None,
+    ) -> None:
+        self._parts.scheduler.drop(request)
+        request.finish_reason, request.error = reason, error
+        output = self._parts.intake.output(
+            request, self._parts.emitter.finish(request, request.outputs)
+        )
+        self._counts["cached_tokens"] += output.num_cached_tokens
+        del self._requests[request.request_id]
+        if request.lookup is not None:
+            self._lookups[request.request_id] = request.lookup
+            if len(self._lookups) > _REMEMBERED:
+                self._lookups.popitem(last=False)
+        self._updates.append(Update(Handle(request.request_id), token_ids, text, output))
+
+    def _fail(self, plan: StepPlan, error: BaseException) -> None:
+        """A step broke: its requests end with an error, the others go on."""
+        epochs = set(plan.epoch.tolist())
+        for request in [r for r in self._parts.scheduler.running if r.epoch in epochs]:
+            self._finish(request, "error", (), None, f"{type(error).__name__}: {error}")
+        self._parts.committer.discard(plan)
+
+    def _refuse_stuck(self) -> None:
+        """Nothing runs and nothing can start: end the first request rather than wait for ever."""
+        if self._parts.scheduler.waiting and not self._parts.scheduler.running:
+            request = self._parts.scheduler.waiting[0]
+            pools = self.stats()["pages"]
+            self._finish(request, "error", (), None, f"no room to start it, pages: {pools}")
+
+    # -- helpers ----------------------------------------------------------------------------------------
+
+    def _add_all(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        watched: bool,
+    ) -> list[Handle]:
+        """Queue all prompts, or none if one is refused."""
+        self._check_open()
+        each = self._parts.intake.pair(prompts, params)
+        requests = [self._parts.intake.request(p, s, 0, None, watched) for p, s in each]
+        for request in requests:
+            self._requests[request.request_id] = request
+            self._parts.scheduler.add(request)
+        return [Handle(request.request_id) for request in requests]
+
+    def _run(self, handles: list[Handle]) -> Iterator[Update]:
+        """Step until all of `handles` are finished; updates of other requests are kept for `step()`."""
+        mine, open_handles = set(handles), set(handles)
+        others: list[Update] = []
+        try:
+            while open_handles:
+                for update in self.step():
+                    if update.handle not in mine:
+                        others.append(update)
+                        continue
+                    if update.output is not None:
+                        open_handles.discard(update.handle)
+                    yield update
+        finally:
+            for handle in open_handles:
+                if not self._closed:
+                    self.abort(handle)
+            self._updates = others + [u for u in self._updates if u.handle not in mine]
+
+    def _warm_up(self) -> None:
+        rows = self.config.graph_rows
+        if self._parts.lowered.device.type != "cuda" or not rows:
+            return
+        with tqdm(total=len(rows), desc="capturing decode graphs", leave=False) as bar:
+            self._parts.runner.warm_up(lambda _: bar.update())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ContractError("Engine: the engine is closed; make a new one")
+
+
+def explain_lookup(lookup: Lookup, cache_mode: str) -> str:
+    """One sentence on what a request reused, and what was lost for want of a state."""
+    if cache_mode == "none":
+        return "nothing reused: cache_mode is 'none'"
+    lost = lookup.kv_match - lookup.reused
+    text = (
+        f"reused {lookup.reused} of {lookup.asked} tokens; attention matches {lookup.kv_match}, "
+        f"the longest saved state below that is at {lookup.reused}"
+    )
+    return f"{text}; {lost} tokens lost for want of a state" if lost > 0 else text

@@ -1,0 +1,163 @@
+"""Turns what a user passes into requests, refusing what can never work, and finished requests into outputs."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from midstream.errors import CapacityError, ConfigError
+from midstream.runtime.config import ResolvedConfig
+from midstream.runtime.hashing import encode_extra
+from midstream.runtime.request import Output, Request, Timing
+from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams
+from midstream.runtime.slots import SlotSampling
+
+Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
+
+
+class Intake:
+    """Checks prompts against one model and one configuration."""
+
+    def __init__(self, model: Any, tokenizer: Any | None, config: ResolvedConfig) -> None:
+        self.tokenizer = tokenizer
+        self.config = config
+        self.vocab_size: int = model.get_input_embeddings().num_embeddings
+        self.eos_ids = eos_ids(model)
+        self._next_id = 0
+
+    def request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        priority: int,
+        salt: str | None,
+        streamed: bool,
+    ) -> Request:
+        """A request ready for the scheduler.
+
+        Raises:
+            ConfigError: an empty prompt, a wrong type, ids out of range, too many stop ids.
+            CapacityError: longer than the pools or the longest sequence hold.
+        """
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(
+                f"Engine: params is {type(params).__name__}; expected SamplingParams; "
+                "write midstream.SamplingParams(...)"
+            )
+        if params.stop and self.tokenizer is None:
+            raise ConfigError(
+                f"Engine: stop={params.stop!r} needs text, but the engine has no tokenizer; "
+                "pass tokenizer= to Engine, or use stop_token_ids"
+            )
+        tokens = self._tokens(prompt)
+        room = self.config.max_len - len(tokens)
+        if room < 1:
+            raise CapacityError(
+                f"Engine: the prompt has {len(tokens)} tokens; at most {self.config.max_len - 1} fit "
+                f"(max_len {self.config.max_len}, KV pages for "
+                f"{(self.config.num_kv_pages - 1) * self.config.kv_block} tokens); shorten it or raise memory"
+            )
+        stop_ids = self._stop_ids(params)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        self._next_id += 1
+        return Request(
+            request_id=self._next_id - 1,
+            prompt=tokens,
+            params=params,
+            sampling=SlotSampling(params, seed, stop_ids, len(tokens) + params.min_tokens),
+            max_tokens=min(params.max_tokens, room),
+            priority=priority,
+            root=encode_extra({} if salt is None else {"salt": salt}),
+            streamed=streamed,
+            watched=streamed or bool(params.stop) or params.logprobs is not None,
+        )
+
+    def pair(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[tuple[Prompt, SamplingParams | None]]:
+        """Each prompt with its parameters.  Raises ConfigError when the numbers differ."""
+        if isinstance(prompts, str):
+            raise ConfigError(
+                f"Engine: prompts is the text {prompts[:20]!r}; expected a list of prompts; pass [text]"
+            )
+        if params is None or isinstance(params, SamplingParams):
+            return [(prompt, params) for prompt in prompts]
+        if len(params) != len(prompts):
+            raise ConfigError(
+                f"Engine: {len(prompts)} prompts but {len(params)} SamplingParams; "
+                "expected as many, or one for all"
+            )
+        return list(zip(prompts, params, strict=True))
+
+    def output(self, request: Request, text: str | None) -> Output:
+        """What the user gets of a finished request."""
+        now, start = time.perf_counter(), request.arrived
+        admitted, first = request.admitted_at, request.first_token_at
+        assert request.finish_reason is not None
+        return Output(
+            request_id=request.request_id,
+            prompt_token_ids=tuple(request.prompt.tolist()),
+            token_ids=tuple(request.outputs),
+            text=text,
+            finish_reason=request.finish_reason,
+            num_cached_tokens=request.lookup.reused if request.lookup else 0,
+            timing=Timing(
+                None if admitted is None else admitted - start,
+                None if first is None else first - start,
+                now - start,
+            ),
+            logprobs=None if request.params.logprobs is None else tuple(request.logprobs),
+            error=request.error,
+        )
+
+    def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ConfigError(
+                    "Engine: the prompt is text, but the engine has no tokenizer; "
+                    "pass tokenizer= to Engine, or token ids"
+                )
+            prompt = self.tokenizer.encode(prompt)
+        try:
+            ids = np.asarray(prompt)
+        except ValueError:
+            ids = np.zeros((0, 0))
+        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
+            raise ConfigError(
+                f"Engine: the prompt is a {type(prompt).__name__} of {ids.dtype} with {ids.ndim} dimensions; "
+                "expected text or a flat list of whole numbers"
+            )
+        if not ids.size:
+            raise ConfigError("Engine: the prompt is empty; expected at least one token")
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
+            raise ConfigError(
+                f"Engine: the prompt has token ids from {low} to {high}; expected 0 to "
+                f"{self.vocab_size - 1}; is this the model's own tokenizer?"
+            )
+        return ids.astype(np.int32)
+
+    def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
+        eos = () if params.ignore_eos else self.eos_ids
+        ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(
+                f"Engine: {len(ids)} stop token ids, end-of-sequence ids {eos} included; "
+                f"expected at most {MAX_STOP_IDS}; use stop strings for the others"
+            )
+        return ids
+
+
+def eos_ids(model: Any) -> tuple[int, ...]:
+    """End-of-sequence ids of the model's generation config, else of its config."""
+    for config in (getattr(model, "generation_config", None), model.config):
+        found = getattr(config, "eos_token_id", None)
+        if found is not None:
+            return tuple(found) if isinstance(found, (list, tuple)) else (int(found),)
+    return ()

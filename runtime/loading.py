@@ -1,0 +1,196 @@
+"""A model and its tokenizer from a local directory in the format of transformers."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from midstream.compiler.families import FAMILIES
+from midstream.errors import ConfigError
+from midstream.runtime.text import ByteTokenizer
+
+log = logging.getLogger("midstream")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BYTE_VOCABULARY = range(256, 301)  # vocabulary sizes that bytes and a few markers may have
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # whole, or sharded: the name + .index.json
+_TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
+    """The model in eval mode on `device`, and its tokenizer; nothing is downloaded.
+
+    `dtype` "auto" is the one in config.json, `device` "auto" a GPU if there is one.  Without
+    tokenizer files the tokenizer is the byte tokenizer if the vocabulary has the size for it, else
+    None.
+
+    Raises:
+        ConfigError: no directory, no config.json, no weights, an unknown family, damaged files.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    check_family(directory, config)
+    check_weights(directory)
+    model = _load_weights(directory, _dtype(dtype)).to(_device(device)).eval()
+    model.requires_grad_(False)
+    return model, load_tokenizer(directory, model.config.vocab_size)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The contents of config.json."""
+    if not directory.is_dir():
+        found = "a file" if directory.exists() else "nothing"
+        raise ConfigError(
+            f"load_model: {found} at '{directory}', a directory expected; pass the folder that "
+            "holds config.json and the weights (models are not downloaded)"
+        )
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ConfigError(
+            f"load_model: no config.json in '{directory}', found {_listing(directory)}; "
+            "write the folder with model.save_pretrained(...)"
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(
+            f"load_model: '{path}' is not JSON ({error}); copy the file again"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"load_model: '{path}' holds a {type(config).__name__}, an object expected; "
+            "copy the file again"
+        )
+    return config
+
+
+def check_family(directory: Path, config: dict[str, Any]) -> None:
+    """Raise ConfigError unless the compiler can lower models of this type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = config.get("model_type")
+    if MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) not in FAMILIES:
+        known = ", ".join(sorted(family.name for family in FAMILIES.values()))
+        raise ConfigError(
+            f"load_model: '{directory}' has model_type {model_type!r}, expected one of {known}; "
+            "run this model with transformers itself"
+        )
+
+
+def check_weights(directory: Path) -> None:
+    """Raise ConfigError unless all weight files are there; names what is missing."""
+    for name in _WEIGHTS:
+        if (directory / name).is_file():
+            return
+        index = directory / f"{name}.index.json"
+        if index.is_file():
+            _check_shards(index)
+            return
+    raise ConfigError(
+        f"load_model: no weights in '{directory}', found {_listing(directory)}; expected "
+        f"{' or '.join(_WEIGHTS)}, whole or with an .index.json; copy them into the folder"
+    )
+
+
+def load_tokenizer(directory: Path, vocab_size: int) -> Any:
+    """The tokenizer in `directory`, the byte tokenizer, or None.
+
+    Raises:
+        ConfigError: when tokenizer files are there and cannot be read.
+    """
+    if not any((directory / name).is_file() for name in _TOKENIZER):
+        return ByteTokenizer() if vocab_size in BYTE_VOCABULARY else None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise ConfigError(
+            f"load_model: the tokenizer in '{directory}' cannot be read ({_first_line(error)}); "
+            "save it again with tokenizer.save_pretrained(...), or give token ids"
+        ) from error
+
+
+def _load_weights(directory: Path, dtype: torch.dtype | str) -> Any:
+    """The model on the CPU, with every parameter read from the files."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"load_model: '{directory}' cannot be loaded ({_first_line(error)}); "
+            "config.json and the weights must belong together: copy both again"
+        ) from error
+    # transformers only warns here and draws the parameters at random
+    if report["missing_keys"]:
+        raise ConfigError(
+            f"load_model: the weights in '{directory}' lack {_some(report['missing_keys'])}, "
+            "all parameters of the model expected; copy the weights again"
+        )
+    if report["unexpected_keys"]:
+        log.warning("%s: unused weights: %s", directory, _some(report["unexpected_keys"]))
+    return model
+
+
+def _check_shards(index: Path) -> None:
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"load_model: '{index}' has no readable weight_map; copy the file again"
+        ) from error
+    absent = sorted(name for name in names if not (index.parent / name).is_file())
+    if absent:
+        raise ConfigError(
+            f"load_model: {len(absent)} of {len(names)} weight files named in '{index}' are not "
+            f"there: {_some(absent)}; copy them into the folder"
+        )
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    if name != "auto" and name not in DTYPES:
+        raise ConfigError(
+            f"load_model: dtype={name!r}; expected 'auto' or one of {', '.join(DTYPES)}"
+        )
+    return DTYPES.get(name, "auto")
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"load_model: device={name!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
+        ) from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"load_model: device={name!r}, but torch {torch.__version__} finds no GPU here; "
+            "use device='cpu' (`midstream info` says what is available)"
+        )
+    return device
+
+
+def _listing(directory: Path) -> str:
+    return _some(sorted(path.name for path in directory.iterdir())) or "an empty folder"
+
+
+def _some(names: Any, most: int = 6) -> str:
+    """The first names, and how many more there are."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":. ")

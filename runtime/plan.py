@@ -1,0 +1,62 @@
+"""The decision of the scheduler for one step: plain host data, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from midstream.runtime.request import Request
+
+I32 = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Known tokens of one request that this step computes (prompt, or a replay after preemption)."""
+
+    request: Request
+    epoch: int
+    begin: int  # tokens before the step
+    end: int  # tokens after it
+    samples: bool  # the chunk reaches the last known token, so that the step samples the next
+    export_position: list[int] = field(default_factory=list)  # ascending, inside (begin, end)
+    export_page: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Publication:
+    """A running page that becomes a checkpoint when its step is committed, if the request still lives."""
+
+    request: Request
+    epoch: int
+    position: int
+    page: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """Rows of a step: the chunks first, then the decoding rows."""
+
+    chunks: list[Chunk]
+    slot: I32  # i32[R]  all rows
+    num_computed: I32  # i32[R]  tokens before the step
+    num_new: I32  # i32[R]  tokens of the step, >= 1
+    samples: I32  # i32[R]  1 where the row samples a token
+    epoch: npt.NDArray[np.int64]  # i64[R]  occupant of the slot; a later occupant has another
+    deltas: dict[int, int]  # slot memory: index -> value
+    publications: list[Publication]
+    released: list[int]  # state pages that nothing needs once the step is committed
+    num_logprobs: int  # best alternatives asked for by any row
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slot)
+
+    @property
+    def kind(self) -> str:
+        """`decode` by request state, never by shape: a one-token prompt chunk is a chunk."""
+        return "chunk" if self.chunks else "decode"

@@ -1,0 +1,149 @@
+"""What a request asks of the sampler: checked once, when it is written down."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from midstream.errors import ConfigError
+
+MAX_STOP_IDS = 8  # columns of the op's stop_id table
+MAX_LOGPROBS = 20
+_MAX_INT32 = 2**31 - 1
+_MAX_SEED = 2**64 - 1
+# logits / temperature must stay finite in float32, also for a forbidden token's -inf
+_TEMPERATURES = (1e-5, 1e5)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one answer are chosen and where it ends.  Immutable and valid.
+
+    Sequences are kept as tuples, and one stop string may be given bare.
+
+    >>> SamplingParams(stop="END", stop_token_ids=[7]).stop
+    ('END',)
+    >>> SamplingParams(top_p=0.0)
+    Traceback (most recent call last):
+    ...
+    midstream.errors.ConfigError: SamplingParams: top_p is 0.0; expected a number above 0 and up \
+to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
+    """
+
+    max_tokens: int = 16  # the answer is not longer
+    min_tokens: int = 0  # nothing that ends the answer is sampled before
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # keep the k likeliest tokens; 0: all
+    top_p: float = 1.0  # keep the smallest set of tokens with this mass
+    min_p: float = 0.0  # drop tokens less likely than this part of the likeliest
+    seed: int | None = None  # None: the engine draws one
+    stop_token_ids: tuple[int, ...] = ()  # these end the answer, besides end-of-sequence
+    stop: tuple[str, ...] = ()  # so do these strings; they are not part of the text
+    ignore_eos: bool = False  # end-of-sequence does not end the answer
+    logprobs: int | None = None  # likeliest tokens reported besides the sampled; None: no report
+
+    def __post_init__(self) -> None:
+        self._check_int("max_tokens", 1, _MAX_INT32, "ask for at least one token")
+        self._check_int("min_tokens", 0, self.max_tokens, "lower it or raise max_tokens")
+        self._check_temperature()
+        self._check_int("top_k", 0, _MAX_INT32, "pass 0 to keep all tokens")
+        self._check_top_p()
+        self._check_real("min_p", 0.0, 1.0, "a number from 0 to 1", "pass 0.0 to turn it off")
+        if self.seed is not None:
+            self._check_int("seed", 0, _MAX_SEED, "pass None for a random seed")
+        self._check_stop_token_ids()
+        self._check_stop()
+        if not isinstance(self.ignore_eos, bool):
+            self._refuse("ignore_eos", "True or False", "pass a bool")
+        if self.logprobs is not None:
+            self._check_int("logprobs", 0, MAX_LOGPROBS, "ask for fewer, or pass None for none")
+
+    def end_token_ids(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
+        """All ids that end the answer, ascending: at most `MAX_STOP_IDS`.
+
+        Raises:
+            ConfigError: the model's end-of-sequence ids and the request's ids are more together.
+        """
+        eos = () if self.ignore_eos else tuple(eos_token_ids)
+        ids = tuple(sorted({*eos, *self.stop_token_ids}))
+        if len(ids) > MAX_STOP_IDS:
+            raise ConfigError(
+                f"SamplingParams: {len(ids)} token ids end the answer, {len(eos)} of them "
+                f"end-of-sequence; expected at most {MAX_STOP_IDS} together; "
+                "pass fewer stop_token_ids, or use stop strings"
+            )
+        return ids
+
+    def _check_temperature(self) -> None:
+        low, high = _TEMPERATURES
+        what = f"0 (greedy) or a number from {low:g} to {high:g}"
+        fix = "pass 0 for greedy decoding"
+        self._check_real("temperature", 0.0, high, what, fix)
+        if 0.0 < self.temperature < low:
+            self._refuse("temperature", what, fix)
+
+    def _check_top_p(self) -> None:
+        what = "a number above 0 and up to 1"
+        fix = "pass 1.0 to turn it off, or temperature=0 for greedy decoding"
+        self._check_real("top_p", 0.0, 1.0, what, fix)
+        if self.top_p == 0.0:
+            self._refuse("top_p", what, fix)
+
+    def _check_stop_token_ids(self) -> None:
+        what = f"at most {MAX_STOP_IDS} token ids, each an integer from 0 to {_MAX_INT32}"
+        fix = "pass a list of ids, for example [2]"
+        if isinstance(self.stop_token_ids, str | bytes) or not isinstance(
+            self.stop_token_ids, Iterable
+        ):
+            self._refuse("stop_token_ids", what, fix)
+        given = tuple(self.stop_token_ids)
+        ids = [_as_int(entry) for entry in given]
+        if len(set(ids)) > MAX_STOP_IDS or any(i is None or not 0 <= i <= _MAX_INT32 for i in ids):
+            self._refuse("stop_token_ids", what, fix)
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_stop(self) -> None:
+        what = "a string, or several, none of them empty"
+        fix = "pass a list of strings, for example ['END']"
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if isinstance(self.stop, bytes) or not isinstance(self.stop, Iterable):
+            self._refuse("stop", what, fix)
+        texts = tuple(self.stop)
+        if not all(isinstance(text, str) and text for text in texts):
+            self._refuse("stop", what, fix)
+        object.__setattr__(self, "stop", texts)
+
+    def _check_int(self, name: str, low: int, high: int, fix: str) -> None:
+        value = _as_int(getattr(self, name))
+        if value is None or not low <= value <= high:
+            self._refuse(name, f"an integer from {low} to {high}", fix)
+        object.__setattr__(self, name, value)
+
+    def _check_real(self, name: str, low: float, high: float, what: str, fix: str) -> None:
+        value = _as_float(getattr(self, name))
+        if not low <= value <= high:  # false for NaN
+            self._refuse(name, what, fix)
+        object.__setattr__(self, name, value)
+
+    def _refuse(self, name: str, expected: str, fix: str) -> NoReturn:
+        raise ConfigError(
+            f"SamplingParams: {name} is {getattr(self, name)!r}; expected {expected}; {fix}"
+        )
+
+
+def _as_int(value: object) -> int | None:
+    """Integers of Python, NumPy and so on; None for all else, True and False included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        return None
+    return operator.index(value)
+
+
+def _as_float(value: object) -> float:
+    """Real numbers; NaN for all else, so that every comparison fails."""
+    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
+        return math.nan
+    return float(value)

@@ -1,0 +1,129 @@
+"""`lower` refuses what it cannot serve before it changes anything, and `undo` restores every change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compiler_rig import PagedRig
+from tiny_models import FAMILIES, build, prompt
+
+from midstream.compiler import Pools, lower, lowering
+from midstream.errors import ConfigError, ContractError, UnsupportedError
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def attributes(model: Any) -> dict[str, dict[str, Any]]:
+    """Instance attributes of all modules and of the config, without parameters' values."""
+    found = {path: dict(vars(module)) for path, module in model.named_modules()}
+    return found | {"config": dict(vars(model.config))}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(prompt(12)[None], use_cache=False).logits
+    return result
+
+
+@pytest.mark.parametrize("compile_mode", ["eager", "inductor"])
+def test_undo_restores_every_attribute_and_every_bit_of_the_output(
+    family: str, compile_mode: Any
+) -> None:
+    model = build(family)
+    before, keys, output = attributes(model), list(model.state_dict()), logits(model)
+    lowered = lower(model, compile_mode=compile_mode, backend="eager")
+    assert list(model.state_dict()) == keys
+    rig = PagedRig(lowered)
+    rig.chunk([(rig.start(), prompt(5))])
+    lowered.undo()
+    lowered.undo()
+    assert attributes(model) == before
+    assert torch.equal(logits(model), output)
+    with pytest.raises(ContractError, match="after undo"):
+        rig.chunk([(rig.start(), prompt(5))])
+
+
+def test_a_lowered_model_is_not_lowered_again_until_undone() -> None:
+    model = build("bamba")
+    first = lower(model)
+    with pytest.raises(ContractError, match="lowered already"):
+        lower(model)
+    first.undo()
+    lower(model).undo()
+
+
+def test_a_failure_halfway_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("bamba")
+    before = attributes(model)
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("late")
+
+    monkeypatch.setattr(lowering, "compile_pieces", fail)
+    with pytest.raises(RuntimeError, match="late"):
+        lower(model, compile_mode="inductor")
+    assert attributes(model) == before
+
+
+def test_a_lowered_model_does_not_run_by_itself() -> None:
+    model = build("bamba")
+    lowered = lower(model)
+    with pytest.raises(ContractError, match="outside of a step"):
+        logits(model)
+    with pytest.raises(ContractError, match="no pools"):
+        PagedRig(lowered).lowered._context.__init__()  # type: ignore[misc]
+        lowered._context.pools  # noqa: B018
+
+
+def test_pools_of_another_layout_are_refused() -> None:
+    lowered = lower(build("bamba"))
+    temporal, conv = lowered.layout.allocate(3, "cpu")
+    kv, table = lowered.kv_layout.allocate(3, "cpu"), torch.zeros(2, 2, dtype=torch.int32)
+    with pytest.raises(ContractError, match="the temporal arena has pages"):
+        lowered.bind(Pools(temporal.bfloat16(), conv, kv, table, 16))
+    with pytest.raises(ContractError, match="kv_block 32, expected 16"):
+        lowered.bind(Pools(temporal, conv, kv, table, 32))
+
+
+def test_what_has_no_lowering_is_refused_by_name() -> None:
+    with pytest.raises(
+        UnsupportedError, match=r"Linear is not a supported family.*BambaForCausalLM"
+    ):
+        lower(torch.nn.Linear(2, 2))
+    model = build("bamba")
+    model.model.layers[1].mamba = torch.nn.Identity()
+    with pytest.raises(UnsupportedError, match="layer 1 .BambaDecoderLayer"):
+        lower(model)
+
+
+def test_models_that_cannot_run_as_they_stand_are_refused() -> None:
+    with pytest.raises(ConfigError, match="training mode"):
+        lower(build("bamba").train())
+    mixed = build("bamba")
+    mixed.lm_head.to(torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
+        lower(mixed)
+    with pytest.raises(ConfigError, match="meta"):
+        lower(build("bamba").to("meta"))
+
+
+def test_options_that_the_lowered_layers_lack_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}
+    with pytest.raises(UnsupportedError, match="rope_type is 'dynamic'"):
+        lower(build("bamba", rope_parameters=rope))
+    with pytest.raises(UnsupportedError, match="applies 'relu'"):
+        lower(build("bamba", hidden_act="relu"))
+    window = build("qwen3_next")
+    window.model.layers[2].self_attn.sliding_window = 8
+    with pytest.raises(UnsupportedError, match="layer 2 .* sliding window of 8"):
+        lower(window)
+    hooked = build("bamba")
+    hooked.model.layers[0].forward = hooked.model.layers[0].forward
+    with pytest.raises(UnsupportedError, match=r"model\.layers\.0 .BambaDecoderLayer. has been"):
+        lower(hooked)

@@ -1,0 +1,55 @@
+"""kv_write: bit-equal to its definition, and padding writes nothing."""
+
+import pytest
+import torch
+
+from midstream.errors import ContractError
+from midstream.ops.kv_write import kv_write
+from midstream.ops.paged_kv import kv_region
+from midstream.ops.testing import build_args, check_kernel, check_registration, op_cases
+
+CPU = torch.device("cpu")
+ids = [case.id for case in kv_write.cases]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(("spec", "case"), [*op_cases(kv_write)], ids=ids)
+def test_kernel_equals_reference_bit_for_bit(spec, case, dtype, device):
+    check_kernel(spec, case, dtype, device)
+
+
+def test_is_a_well_formed_torch_operator():
+    check_registration(kv_write, kv_write.cases[0])
+
+
+@pytest.mark.parametrize("write", [kv_write.reference, kv_write.launch], ids=["cpu", "kernel"])
+def test_padding_writes_nothing(write, device):
+    args = build_args(kv_write.cases[0], torch.float32, device)
+    args["kv_slot"].fill_(-1)
+    before = args["arena"].clone()
+    write(**args)
+    assert torch.equal(args["arena"].view(torch.int32), before.view(torch.int32))
+
+
+@pytest.mark.parametrize("write", [kv_write.reference, kv_write.launch], ids=["cpu", "kernel"])
+def test_takes_the_views_that_attention_makes(write, device):
+    """transformers hands over (1, G, T, D), transposed to (T, G, D)."""
+    args = build_args(kv_write.cases[0], torch.float32, device)
+    tokens, kv_heads, width = args["key"].shape
+    for name in ("key", "value"):
+        heads_first = args[name].transpose(0, 1).contiguous()[None]
+        args[name] = heads_first.squeeze(0).transpose(0, 1)
+    write(**args)
+    region = kv_region(args["arena"], args["offset"], args["kv_block"], kv_heads, width)
+    for token, slot in enumerate(args["kv_slot"][:tokens].tolist()):
+        if slot >= 0:
+            page, place = divmod(slot, args["kv_block"])
+            assert torch.equal(region[page, 0, place], args["key"][token])
+            assert torch.equal(region[page, 1, place], args["value"][token])
+
+
+def test_refuses_pages_that_do_not_start_on_128_bytes():
+    args = build_args(kv_write.cases[0], torch.float32, CPU)
+    args["arena"] = args["arena"][:, :-1].contiguous()
+    with pytest.raises(ContractError, match="kv_write: pages lie .* expected a multiple of 128"):
+        kv_write.launch(**args)

@@ -1,0 +1,135 @@
+"""registry and testing: what a declaration may not be, and that a wrong op is caught."""
+
+import pytest
+import torch
+
+from midstream.errors import ContractError
+from midstream.ops.registry import EXACT, OPS, OpCase, Tolerance, define_op
+from midstream.ops.testing import (
+    build_args,
+    check_kernel,
+    check_reference,
+    check_registration,
+    op_cases,
+    written_args,
+)
+
+CPU = torch.device("cpu")
+ROUNDED = Tolerance({torch.float32: 1e-6, torch.bfloat16: 1e-2}, "one rounding per entry")
+
+
+def _build(gen, dtype, device):
+    x = torch.randn(4, 3, generator=gen).to(device, dtype)
+    return {"out": torch.full_like(x, float("nan")), "x": x}
+
+
+CASES = (OpCase("R4-D3", _build),)
+
+
+def _double(out, x):
+    out.copy_(2 * x)
+
+
+def _define(name, *, cuda=_double, cpu=_double, tolerance=ROUNDED, schema=None):
+    schema = schema or f"{name}(Tensor(a!) out, Tensor x) -> ()"
+    return define_op(
+        schema, cuda=cuda, cpu=cpu, cases=CASES, tolerance=tolerance, traffic=lambda args: (0, 0)
+    )
+
+
+@pytest.fixture(autouse=True)
+def _registry_as_before():
+    before = dict(OPS)
+    yield
+    OPS.clear()
+    OPS.update(before)
+
+
+def test_a_declared_op_runs_and_is_listed():
+    spec = _define("test_declared")
+    args = build_args(CASES[0], torch.float32, CPU)
+    spec(**args)
+    assert torch.equal(args["out"], 2 * args["x"])
+    assert OPS["test_declared"] is spec
+    assert written_args(spec) == ("out",)
+    assert [*op_cases(spec)] == [(spec, CASES[0])]
+    check_registration(spec, CASES[0])
+
+
+def test_a_second_definition_raises():
+    _define("test_twice")
+    with pytest.raises(RuntimeError, match="test_twice"):
+        _define("test_twice")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "test_returns(Tensor(a!) out, Tensor x) -> Tensor",
+        "test_returns_written(Tensor(a!) out, Tensor x) -> Tensor(a!)",
+        "test_writes_nothing(Tensor out, Tensor x) -> ()",
+    ],
+)
+def test_a_returned_value_or_an_unmarked_result_is_refused(schema):
+    with pytest.raises(ContractError, match="pass results as arguments"):
+        _define("", schema=schema)
+    assert schema.partition("(")[0] not in OPS
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["rounded", "exact"])
+def test_a_right_kernel_passes(exact):
+    spec = _define(f"test_right_{exact}".lower(), tolerance=EXACT if exact else ROUNDED)
+    for dtype in (torch.float32, torch.bfloat16):
+        check_kernel(spec, CASES[0], dtype, CPU)
+        check_reference(spec, CASES[0], dtype)
+
+
+def _wrong_value(out, x):
+    out.copy_(2.0001 * x)
+
+
+def _wrong_row(out, x):
+    out.copy_(2 * x)
+    out[3] = out[2]
+
+
+def _unwritten_row(out, x):
+    out[:3] = 2 * x[:3]
+
+
+def _last_bit(out, x):
+    out.copy_(torch.nextafter(2 * x, torch.full_like(x, torch.inf)))
+
+
+@pytest.mark.parametrize("wrong", [_wrong_value, _wrong_row, _unwritten_row])
+def test_a_wrong_kernel_is_caught(wrong):
+    spec = _define(f"test{wrong.__name__}", cuda=wrong)
+    with pytest.raises(AssertionError, match=f"test{wrong.__name__}: out"):
+        check_kernel(spec, CASES[0], torch.float32, CPU)
+
+
+def test_a_wrong_cpu_implementation_is_caught():
+    def halves(out, x):  # right in float64 only
+        out.copy_(2 * x if x.dtype == torch.float64 else 2 * x.half())
+
+    spec = _define("test_wrong_cpu", cpu=halves)
+    with pytest.raises(AssertionError, match="test_wrong_cpu: out"):
+        check_reference(spec, CASES[0], torch.float32)
+
+
+def test_an_exact_op_may_not_differ_in_the_last_bit():
+    rounded = _define("test_last_bit_rounded", cuda=_last_bit)
+    check_kernel(rounded, CASES[0], torch.float32, CPU)
+    exact = _define("test_last_bit_exact", cuda=_last_bit, tolerance=EXACT)
+    with pytest.raises(AssertionError, match="test_last_bit_exact: out differs"):
+        check_kernel(exact, CASES[0], torch.float32, CPU)
+
+
+def test_a_hidden_mutation_is_caught():
+    def also_writes_x(out, x):
+        out.copy_(2 * x)
+        x.zero_()
+
+    spec = _define("test_hidden_mutation", cpu=also_writes_x)
+    with pytest.raises(Exception, match="test_schema"):
+        check_registration(spec, CASES[0])

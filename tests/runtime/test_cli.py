@@ -1,0 +1,149 @@
+import io
+from pathlib import Path
+
+import pytest
+import tiny_models
+
+from midstream.runtime import cli
+from midstream.runtime.engine import Engine
+from midstream.runtime.loading import load_model
+from midstream.runtime.sampling import SamplingParams
+
+ENGINE = ("--memory", "16MiB", "--max-rows", "2", "--device", "cpu")
+GREEDY = ("--temperature", "0", "--max-tokens", "6")
+STEM = "the same beginning of every turn, long enough to fill one block of a checkpoint "
+
+
+@pytest.fixture(scope="module")
+def bytes_model(tmp_path_factory) -> Path:
+    """A checkpoint that reads and writes bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    tiny_models.build("bamba", vocab_size=260).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ids_model(tmp_path_factory) -> Path:
+    """A checkpoint without any text interface."""
+    folder = tmp_path_factory.mktemp("ids")
+    tiny_models.build("qwen3_next").save_pretrained(folder)
+    return folder
+
+
+def generate(model: Path, *words: str) -> int:
+    return cli.main(["generate", "--model", str(model), *ENGINE, *GREEDY, *words])
+
+
+def engine_texts(folder: Path, *prompts: str) -> list[str]:
+    model, tokenizer = load_model(folder, device="cpu")
+    with Engine(model, tokenizer=tokenizer, memory="16MiB", max_rows=2) as engine:
+        params = SamplingParams(max_tokens=6, temperature=0)
+        return [output.text for output in engine.generate(prompts, params)]
+
+
+def test_generate_prints_what_the_engine_answers(bytes_model, capsys):
+    assert generate(bytes_model, "--prompt", "midstream") == 0
+    assert capsys.readouterr().out == engine_texts(bytes_model, "midstream")[0] + "\n"
+
+
+def test_several_answers_are_labelled_in_the_order_of_the_prompts(bytes_model, tmp_path, capsys):
+    prompts = ("one", "two", "three")
+    for name in prompts:
+        (tmp_path / name).write_text(name)
+    words = [word for name in prompts for word in ("--prompt-file", str(tmp_path / name))]
+    assert generate(bytes_model, *words) == 0
+    texts = engine_texts(bytes_model, *prompts)
+    expected = "".join(f"[{i}] {text}\n" for i, text in enumerate(texts, start=1))
+    assert capsys.readouterr().out == expected
+
+
+def test_configuration_comes_first_and_numbers_last_on_stderr(bytes_model, capsys):
+    generate(bytes_model, "--prompt", "midstream", "--kv-block", "32", "--hash-key", "ab" * 16)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "Loading" not in line]
+    assert lines[0].startswith("config: cache_mode=align state_block=64 kv_block=32 ")
+    assert "hash_key=given" in lines[0]
+    assert "ab" * 16 not in lines[0]
+    assert lines[-2].startswith("6 tokens in ")
+    assert lines[-2].endswith("0 of 9 prompt tokens reused")
+    assert lines[-1].startswith("device cpu; 0 graph replays; fallbacks: ")
+
+
+def test_token_ids_are_answered_with_token_ids(ids_model, capsys):
+    assert generate(ids_model, "--token-ids", "5,6,7") == 0
+    assert len([int(word) for word in capsys.readouterr().out.split()]) == 6
+
+
+def test_a_chat_resumes_from_the_turns_before(bytes_model, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{STEM}\n\n{STEM}\n"))
+    assert generate(bytes_model, "--chat") == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-2].startswith("12 tokens in ")
+    reused = int(captured.err.splitlines()[-2].split("; ")[-1].split()[0])
+    assert reused >= 64
+
+
+@pytest.mark.parametrize("inputs", [("--prompt", "text"), ("--chat",)], ids=" ".join)
+def test_text_is_refused_where_the_model_has_no_tokenizer(ids_model, capsys, inputs):
+    assert generate(ids_model, *inputs) == cli.REFUSED
+    captured = capsys.readouterr()
+    assert "give the prompt as ids: --token-ids 1,2,3" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--prompt", "a", "--state-block", "24"), "state_block=24 is not a multiple of kv_block=16"),
+        (("--prompt", "a", "--cache-mode", "all"), "not built yet"),
+        (("--prompt", "a", "--top-p", "0"), "SamplingParams: top_p is 0"),
+        (("--prompt", ""), "the prompt is empty"),
+        (("--prompt-file", "/no/such/file"), "cannot be read"),
+        (("--token-ids", "1,x"), "expected numbers with commas between"),
+        (("--token-ids", "1,999"), "expected 0 to 259"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_is_refused_exits_with_2_and_one_message(bytes_model, capsys, words, message):
+    assert generate(bytes_model, *words) == cli.REFUSED
+    errors = capsys.readouterr().err
+    assert f"midstream: {errors.partition('midstream: ')[2]}" in errors
+    assert message in errors
+    assert "Traceback" not in errors
+
+
+def test_a_wrong_folder_is_refused(tmp_path, capsys):
+    assert generate(tmp_path, "--prompt", "a") == cli.REFUSED
+    assert "no config.json" in capsys.readouterr().err
+
+
+def test_an_interrupt_closes_the_engine_and_exits_with_130(bytes_model, capsys, monkeypatch):
+    closed, steps, step, close = [], [], Engine.step, Engine.close
+
+    def interrupted_step(engine):
+        steps.append(engine)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    def noted_close(engine):
+        close(engine)
+        closed.append(engine)
+
+    monkeypatch.setattr(Engine, "step", interrupted_step)
+    monkeypatch.setattr(Engine, "close", noted_close)
+    assert generate(bytes_model, "--prompt", "midstream") == cli.INTERRUPTED
+    assert closed == [steps[0]]
+    assert capsys.readouterr().err.endswith("\nmidstream: interrupted\n")
+
+
+def test_help_is_the_module_docstring(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    assert cli.__doc__.strip() in capsys.readouterr().out
+
+
+def test_info_reports_torch_and_the_families(capsys):
+    assert cli.main(["info"]) == 0
+    report = capsys.readouterr().out
+    assert "\ntorch " in report
+    assert "families      bamba, qwen3_next" in report

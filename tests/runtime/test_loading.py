@@ -1,0 +1,147 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from midstream.errors import ConfigError
+from midstream.runtime.loading import load_model
+from midstream.runtime.text import ByteTokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """A checkpoint whose vocabulary has the size for bytes; not to be changed."""
+    folder = tmp_path_factory.mktemp("models") / "bamba"
+    tiny_models.build("bamba", vocab_size=260).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(saved, tmp_path) -> Path:
+    """A copy of it to break."""
+    return Path(shutil.copytree(saved, tmp_path / "bamba"))
+
+
+def test_the_loaded_model_has_the_saved_weights_and_the_byte_tokenizer(saved):
+    model, tokenizer = load_model(saved, device="cpu")
+    expected = tiny_models.build("bamba", vocab_size=260)
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+    assert isinstance(tokenizer, ByteTokenizer)
+    assert not model.training
+
+
+def test_dtype_is_as_asked(saved):
+    assert load_model(saved, dtype="bfloat16", device="cpu")[0].dtype is torch.bfloat16
+
+
+def test_a_vocabulary_of_another_size_has_no_tokenizer(tmp_path):
+    tiny_models.build("qwen3_next").save_pretrained(tmp_path)
+    assert load_model(tmp_path, device="cpu")[1] is None
+
+
+def _no_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def _a_file_instead(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def _list_config(folder: Path) -> None:
+    (folder / "config.json").write_text("[]")
+
+
+def _other_family(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+
+
+def _no_family(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+
+
+def _no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _missing_shard(folder: Path) -> None:
+    shards = {"a.weight": "model-1-of-2.safetensors", "b.weight": "model-2-of-2.safetensors"}
+    (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def _broken_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def _truncated_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def _missing_parameter(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mamba.A_log"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _other_sizes(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 100}))
+
+
+def _broken_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "found", "fix"),
+    [
+        (_no_folder, "nothing at", "pass the folder"),
+        (_a_file_instead, "a file at", "pass the folder"),
+        (_no_config, "found generation_config.json, model.safetensors", "save_pretrained"),
+        (_broken_config, "is not JSON", "copy the file again"),
+        (_list_config, "holds a list", "copy the file again"),
+        (_other_family, "'llama', expected one of bamba, qwen3_next", "transformers itself"),
+        (_no_family, "model_type None", "transformers itself"),
+        (_no_weights, "no weights in", "expected model.safetensors or pytorch_model.bin"),
+        (_missing_shard, "1 of 2 weight files", "model-2-of-2.safetensors"),
+        (_broken_index, "no readable weight_map", "copy the file again"),
+        (_truncated_weights, "cannot be loaded", "copy both again"),
+        (_missing_parameter, "lack model.layers.0.mamba.A_log", "copy the weights again"),
+        (_other_sizes, "cannot be loaded", "copy both again"),
+        (_broken_tokenizer, "the tokenizer in", "give token ids"),
+    ],
+    ids=lambda value: getattr(value, "__name__", "").strip("_"),
+)
+def test_what_is_wrong_with_a_checkpoint_is_named_with_the_fix(checkpoint, damage, found, fix):
+    damage(checkpoint)
+    with pytest.raises(ConfigError) as caught:
+        load_model(checkpoint, device="cpu")
+    assert found in str(caught.value)
+    assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"device": "gpu"}], ids=str)
+def test_an_unknown_dtype_or_device_is_refused(saved, options):
+    with pytest.raises(ConfigError, match="expected 'auto'"):
+        load_model(saved, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused(saved):
+    with pytest.raises(ConfigError, match="finds no GPU here"):
+        load_model(saved, device="cuda")

@@ -1,0 +1,143 @@
+"""Claims about sampling parameters: what stands is valid, what is refused says how to be accepted."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from midstream.errors import ConfigError
+from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams
+
+VALID = [
+    {},
+    {"max_tokens": 1},
+    {"max_tokens": 4, "min_tokens": 4},
+    {"temperature": 0},
+    {"temperature": 1e-5},
+    {"temperature": 1e5},
+    {"top_k": 2**31 - 1},
+    {"top_p": 1e-6},
+    {"top_p": 1},
+    {"min_p": 1.0},
+    {"seed": 0},
+    {"seed": 2**64 - 1},
+    {"stop_token_ids": (0, 2**31 - 1)},
+    {"stop_token_ids": range(8)},
+    {"stop_token_ids": [3] * 20},
+    {"stop": ("a", "b")},
+    {"ignore_eos": True},
+    {"logprobs": 0},
+    {"logprobs": 20},
+]
+REFUSED = [
+    ("max_tokens", 0),
+    ("max_tokens", 2**31),
+    ("max_tokens", 1.0),
+    ("max_tokens", True),
+    ("max_tokens", None),
+    ("min_tokens", -1),
+    ("min_tokens", 17),  # more than max_tokens
+    ("min_tokens", "1"),
+    ("temperature", -0.1),
+    ("temperature", 1e-6),  # logits / temperature leave float32
+    ("temperature", 1e6),
+    ("temperature", math.nan),
+    ("temperature", math.inf),
+    ("temperature", "1.0"),
+    ("temperature", False),
+    ("temperature", None),
+    ("top_k", -1),
+    ("top_k", 0.5),
+    ("top_k", 2**31),
+    ("top_p", 0.0),
+    ("top_p", 1.01),
+    ("top_p", math.nan),
+    ("top_p", [0.5]),
+    ("min_p", -0.01),
+    ("min_p", 1.01),
+    ("min_p", None),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("seed", 1.5),
+    ("stop_token_ids", range(MAX_STOP_IDS + 1)),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [2**31]),
+    ("stop_token_ids", [1.0]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["1"]),
+    ("stop_token_ids", "12"),
+    ("stop_token_ids", 2),
+    ("stop_token_ids", None),
+    ("stop", [""]),
+    ("stop", ""),
+    ("stop", [1]),
+    ("stop", b"x"),
+    ("stop", 1),
+    ("stop", None),
+    ("ignore_eos", 1),
+    ("ignore_eos", None),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("logprobs", 1.0),
+]
+
+
+@pytest.mark.parametrize("fields", VALID, ids=str)
+def test_accepts_the_ends_of_every_range(fields: dict) -> None:
+    SamplingParams(**fields)
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_refuses_with_who_found_expected_and_what_to_do(name: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{name: value})
+    who, expected, *fix = str(caught.value).split("; ")
+    found = (value,) if name == "stop" and value == "" else value
+    assert who == f"SamplingParams: {name} is {found!r}"
+    assert expected.startswith("expected ")
+    assert fix and all(fix)
+
+
+def test_every_field_is_tested_with_a_value_that_is_refused() -> None:
+    assert {name for name, _ in REFUSED} == {f.name for f in dataclasses.fields(SamplingParams)}
+
+
+def test_values_are_kept_as_plain_python() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5),
+        temperature=np.float32(0.5),
+        stop_token_ids=np.array([1, 2]),
+        top_p=1,
+    )
+    kept = (params.max_tokens, params.temperature, params.stop_token_ids, params.top_p)
+    assert [type(value) for value in kept] == [int, float, tuple, float]
+    assert params.stop_token_ids == (1, 2) and type(params.stop_token_ids[0]) is int
+
+
+def test_sequences_become_tuples_and_one_stop_string_may_be_bare() -> None:
+    params = SamplingParams(stop="END", stop_token_ids=[2])
+    assert params == SamplingParams(stop=["END"], stop_token_ids=(2,))
+    assert hash(params) == hash(SamplingParams(stop=("END",), stop_token_ids=(2,)))
+
+
+def test_is_immutable() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().seed = 1  # type: ignore[misc]
+    with pytest.raises(ConfigError):
+        dataclasses.replace(SamplingParams(), top_k=-1)
+
+
+def test_end_ids_join_those_of_model_and_request() -> None:
+    params = SamplingParams(stop_token_ids=[9, 2])
+    assert params.end_token_ids([2, 5]) == (2, 5, 9)
+    assert params.end_token_ids([]) == (2, 9)
+    assert dataclasses.replace(params, ignore_eos=True).end_token_ids([5]) == (2, 9)
+
+
+def test_end_ids_fit_the_table_of_the_op() -> None:
+    params = SamplingParams(stop_token_ids=range(7))
+    assert len(params.end_token_ids([6, 7])) == MAX_STOP_IDS
+    with pytest.raises(ConfigError, match="9 token ids end the answer, 2 of them end-of-sequence"):
+        params.end_token_ids([7, 8])
