@@ -11,6 +11,7 @@ decay D_ij from token j to token i, the corrections e_i that the tokens add to t
     e_i + beta_i sum_{j<i} D_ij (k_i . k_j) e_j = beta_i (v_i - D_i S^T k_i).
 `_solve_kernel` inverts this triangular system for all chunks at once; `_walk_kernel` carries S from
 chunk to chunk.  All decays are ratios of at most 1, so that strong decay cannot overflow.
+fp32 activations go token by token instead (`gated_delta_tokens`).
 
 Letters: R rows, T tokens, Q chunks, N pages, E elements of a page, H value heads, G key heads,
 K key width, V value width.  A chunk has at most CHUNK tokens.
@@ -32,6 +33,7 @@ from torch import Tensor
 from midstream.ops.case_data import draw_pitched, element_offset, index, poisoned_arena
 from midstream.ops.chunk_table import CHUNK, cut_chunks
 from midstream.ops.gated_delta_step import NORM_EPS, check_heads, delta_rule, draw_gates
+from midstream.ops.gated_delta_tokens import launch_tokens
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 from midstream.ops.unit_lower_inverse import unit_lower_inverse
@@ -250,7 +252,7 @@ def _walk_kernel(
         state = tl.where(page > 0, saved.to(tl.float32), state)
 
 
-def _launch(
+def launch_chunks(
     arena: Tensor,
     out: Tensor,
     q: Tensor,
@@ -265,6 +267,7 @@ def _launch(
     chunk_page: Tensor,
     row_chunk: Tensor,
 ) -> None:
+    """Run the chunks with dots of the activations' precision; fp32 dots need too many registers."""
     check_heads("gated_delta_chunk", q, k, v)
     rows, chunks = row_chunk.shape[0] - 1, chunk_row.shape[0]
     _, heads, width = v.shape
@@ -285,7 +288,7 @@ def _launch(
         solve[0], solve[1], scale, q, k, g, beta, chunk_start,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), beta.stride(0),
         SCALE=k.shape[2] ** -0.5, EPS=NORM_EPS, LOG_ZERO=_LOG_ZERO, SUB=_SUB,
-        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=4, num_stages=1, **shared,
+        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=4, **shared,
     )  # fmt: skip
     tile = min(_TILE_V, max(16, triton.next_power_of_2(width)))
     _walk_kernel[(triton.cdiv(width, tile), heads, rows)](
@@ -294,8 +297,13 @@ def _launch(
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         V=width, ALIGN=aligned_elements(arena), BLOCK_V=tile,
-        num_warps=4, num_stages=1 if exact else 3, **shared,
+        num_warps=4, num_stages=3, **shared,
     )  # fmt: skip
+
+
+def _launch(arena: Tensor, out: Tensor, q: Tensor, *args: Tensor, **named: Tensor) -> None:
+    launch = launch_tokens if q.dtype == torch.float32 else launch_chunks
+    launch(arena, out, q, *args, **named)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,18 @@ def gated_delta_step_ref(
 
 
 @triton.jit
+def delta_rule_token(state, q, k, v, g, beta, SCALE: tl.constexpr, EPS: tl.constexpr):
+    """One token of one head: a [K, V] tile of the state after it, and its output; all in fp32."""
+    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
+    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
+    state *= tl.exp(g)
+    # both sums over the old state, so that neither waits for the update
+    update = beta * (v - tl.sum(state * k[:, None], 0))
+    result = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
+    return state + k[:, None] * update[None, :], result
+
+
+@triton.jit
 def _step_kernel(
     arena_ptr,  # [N, page_stride]
     out_ptr,  # [R, H, V]
@@ -137,16 +149,9 @@ def _step_kernel(
     k = tl.load(k_at, mask=key < K, other=0.0).to(tl.float32)
     q = tl.load(q_at, mask=key < K, other=0.0).to(tl.float32)
     v = tl.load(v_at, mask=value < V, other=0.0).to(tl.float32)
-    decay = tl.exp(tl.load(g_ptr + wide_row * g_row + head).to(tl.float32))
+    g = tl.load(g_ptr + wide_row * g_row + head).to(tl.float32)
     beta = tl.load(beta_ptr + wide_row * beta_row + head).to(tl.float32)
-    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
-
-    # both sums over the old state, so that neither waits for the update
-    state = state.to(tl.float32) * decay
-    update = beta * (v - tl.sum(state * k[:, None], 0))
-    result = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
-    state += k[:, None] * update[None, :]
+    state, result = delta_rule_token(state.to(tl.float32), q, k, v, g, beta, SCALE, EPS)
     tl.store(arena_ptr + write_at + place, state.to(arena_ptr.dtype.element_ty), mask=inside)
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
 

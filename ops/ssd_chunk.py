@@ -20,6 +20,7 @@ Source: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, section 6 (b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -36,6 +37,8 @@ from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, 
 from midstream.ops.ssd_step import check_ssd_args, draw_ssd, ssd_step_size
 
 _HEADS = 16  # heads of a program that accumulates decays
+_SHARED_HEADS = 4  # heads of a program that computes outputs,
+_MANY = 4096  # where chunks and heads are so many that this still fills the device
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 _PADDING = tl.constexpr(PADDING)
 _CHUNK = tl.constexpr(CHUNK)
@@ -213,6 +216,7 @@ def _pass_kernel(
     x_ptrs = x_ptr + (head * P + p)[:, None]
     B_ptrs = B_ptr + (head // HEADS_PER_GROUP * M + m)[None, :]
     for chunk in range(first, last):
+        page = tl.load(chunk_page_ptr + chunk).to(tl.int64)
         token = tl.load(chunk_start_ptr + chunk) + place
         live = token < tl.load(chunk_start_ptr + chunk + 1)
         x_offsets = token.to(tl.int64)[None, :] * x_stride
@@ -229,7 +233,6 @@ def _pass_kernel(
         tl.store(incoming_ptrs, state, mask=inside)
         weighted = (x.to(tl.float32) * gain[None, :]).to(x.dtype)
         state = tl.dot(weighted, B, state * tl.exp(total), input_precision="ieee")
-        page = tl.load(chunk_page_ptr + chunk).to(tl.int64)
         if page != _NULL_PAGE:
             target = tl.multiple_of(page * page_stride + offset, ALIGN)
             tl.store(arena_ptr + target + element, state, mask=inside)
@@ -255,51 +258,54 @@ def _output_kernel(
     P: tl.constexpr,
     M: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
+    HEADS: tl.constexpr,  # heads of a program, all of one group: they share C and the scores
     P_TILE: tl.constexpr,
     M_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One program per chunk, head and tile of P."""
+    """One program per chunk, `HEADS` heads and tile of P."""
     P_TILES: tl.constexpr = (P + P_TILE - 1) // P_TILE
-    chunk = (tl.program_id(0) // (H * P_TILES)).to(tl.int64)
-    head = tl.program_id(0) // P_TILES % H
+    PARTS: tl.constexpr = (H // HEADS) * P_TILES
+    chunk = (tl.program_id(0) // PARTS).to(tl.int64)
+    first_head = tl.program_id(0) % PARTS // P_TILES * HEADS
     if tl.load(chunk_row_ptr + chunk) == _PADDING:
         return
-    group = head // HEADS_PER_GROUP
+    group = first_head // HEADS_PER_GROUP
     p = tl.program_id(0) % P_TILES * P_TILE + tl.arange(0, P_TILE)
     place = tl.arange(0, _CHUNK)
-    token = (tl.load(chunk_start_ptr + chunk) + place).to(tl.int64)
+    token = tl.load(chunk_start_ptr + chunk).to(tl.int64) + place
     live = token < tl.load(chunk_start_ptr + chunk + 1)
     inside = live[:, None] & (p < P)[None, :]
-
-    y = tl.zeros([_CHUNK, P_TILE], tl.float32)
-    for first in tl.range(0, M, M_TILE):
-        m = first + tl.arange(0, M_TILE)
-        C_ptrs = C_ptr + token[:, None] * C_stride + group * M + m[None, :]
-        C = tl.load(C_ptrs, mask=live[:, None] & (m < M)[None, :], other=0.0)
-        state_ptrs = incoming_ptr + ((chunk * H + head) * P + p)[None, :] * M + m[:, None]
-        state = tl.load(state_ptrs, mask=(p < P)[None, :] & (m < M)[:, None], other=0.0)
-        y = tl.dot(C, state, y, input_precision="ieee")
-
-    cell = (chunk * H + head) * _CHUNK + place
-    sums = tl.load(sum_ptr + cell)
-    rest = tl.load(rest_ptr + cell)
-    step = tl.load(step_ptr + cell)
-    x_ptrs = x_ptr + token[:, None] * x_stride + head * P + p[None, :]
-    x = tl.load(x_ptrs, mask=inside, other=0.0)
+    past = place[:, None] >= place[None, :]
     score_ptr += (chunk * (H // HEADS_PER_GROUP) + group) * (_CHUNK * _CHUNK)
     score = tl.load(score_ptr + place[:, None] * _CHUNK + place[None, :])
-    past = place[:, None] >= place[None, :]
-    since = (sums[:, None] - sums[None, :]) + (rest[:, None] - rest[None, :])
-    decay = tl.exp(tl.where(past, since, float("-inf")))
-    y = tl.dot(
-        (score * decay * step[None, :]).to(x.dtype),
-        x,
-        y * tl.exp(sums)[:, None],
-        input_precision="ieee",
-    )
-    y += tl.load(D_ptr + head).to(tl.float32) * x.to(tl.float32)
-    out_ptrs = out_ptr + token[:, None] * out_stride + head * P + p[None, :]
-    tl.store(out_ptrs, y, mask=inside)
+    m = tl.arange(0, M_TILE)
+    C_ptrs = C_ptr + token[:, None] * C_stride + group * M + m[None, :]
+    C = tl.load(C_ptrs, mask=live[:, None] & (m < M)[None, :], other=0.0)
+    for head in tl.range(first_head, first_head + HEADS, num_stages=STAGES):
+        state_ptrs = incoming_ptr + ((chunk * H + head) * P + p)[None, :] * M + m[:, None]
+        state = tl.load(state_ptrs, mask=(p < P)[None, :] & (m < M)[:, None], other=0.0)
+        y = tl.dot(C, state, input_precision="ieee")
+        if M > M_TILE:
+            for first in tl.range(M_TILE, M, M_TILE):
+                more = (m < M - first)[None, :] & live[:, None]
+                C_more = tl.load(C_ptrs + first, mask=more, other=0.0)
+                more = (m < M - first)[:, None] & (p < P)[None, :]
+                state = tl.load(state_ptrs + first, mask=more, other=0.0)
+                y = tl.dot(C_more, state, y, input_precision="ieee")
+
+        x_ptrs = x_ptr + token[:, None] * x_stride + head * P + p[None, :]
+        x = tl.load(x_ptrs, mask=inside, other=0.0)
+        cell = (chunk * H + head) * _CHUNK + place
+        sums = tl.load(sum_ptr + cell)
+        rest = tl.load(rest_ptr + cell)
+        since = (sums[:, None] - sums[None, :]) + (rest[:, None] - rest[None, :])
+        gain = tl.exp(tl.where(past, since, float("-inf"))) * tl.load(step_ptr + cell)[None, :]
+        y *= tl.exp(sums)[:, None]
+        y = tl.dot((score * gain).to(x.dtype), x, y, input_precision="ieee")
+        y += tl.load(D_ptr + head).to(tl.float32) * x.to(tl.float32)
+        out_ptrs = out_ptr + token[:, None] * out_stride + head * P + p[None, :]
+        tl.store(out_ptrs, y, mask=inside)
 
 
 def _launch(
@@ -329,8 +335,9 @@ def _launch(
     sums = torch.empty((3, chunks, heads, CHUNK), dtype=torch.float32, device=x.device)
     scores = torch.empty((chunks, groups, CHUNK, CHUNK), dtype=torch.float32, device=x.device)
     incoming = torch.empty((chunks, heads, width, size), dtype=x.dtype, device=x.device)
-    tiles = _tiles(x.dtype, width, size)
+    whole, tiles = _tiles(x.dtype, width, size)
     p_tiles = triton.cdiv(width, tiles["P_TILE"])
+    shared = 1 if chunks * heads < _MANY else math.gcd(_SHARED_HEADS, heads // groups)
     sizes = dict(H=heads, P=width, M=size, HEADS_PER_GROUP=heads // groups)
     _prepare_kernel[(chunks * (groups + triton.cdiv(heads, _HEADS)),)](
         *sums, scores, dt, A_log, B, C, dt_bias, chunk_start, chunk_row,
@@ -340,21 +347,25 @@ def _launch(
     _pass_kernel[(rows * heads * p_tiles * triton.cdiv(size, tiles["M_TILE"]),)](
         arena, incoming, x, B, *sums, offset, read_page, chunk_start, chunk_page, row_chunk,
         arena.stride(0), x.stride(0), B.stride(0),
-        **sizes, **tiles, ALIGN=aligned_elements(arena), num_warps=4, num_stages=3,
+        **sizes, **tiles, ALIGN=aligned_elements(arena), num_warps=4, num_stages=5,
     )  # fmt: skip
-    _output_kernel[(chunks * heads * p_tiles,)](
+    _output_kernel[(chunks * (heads // shared) * p_tiles,)](
         out, incoming, x, C, D, *sums, scores, chunk_start, chunk_row,
-        out.stride(0), x.stride(0), C.stride(0), **sizes, **tiles, num_warps=4,
+        out.stride(0), x.stride(0), C.stride(0),
+        **sizes, HEADS=shared, P_TILE=tiles["P_TILE"], M_TILE=whole, STAGES=2, num_warps=4, maxnreg=168,
     )  # fmt: skip
 
 
-def _tiles(dtype: torch.dtype, width: int, size: int) -> dict[str, int]:
-    """Tiles of a head's state: 64 x 64 for tensor cores; smaller for exact fp32 products, which use none."""
-    most = 32 if dtype == torch.float32 else 64
-    return {
-        name: max(16, min(most, triton.next_power_of_2(extent)))
-        for name, extent in (("P_TILE", width), ("M_TILE", size))
-    }
+def _tiles(dtype: torch.dtype, width: int, size: int) -> tuple[int, dict[str, int]]:
+    """M_TILE of the output kernel and tiles of the pass kernel.
+
+    Tensor cores take 64 x 64 tiles and all of M at once; exact fp32 products run without them, on small tiles.
+    """
+    exact = dtype == torch.float32
+    p_tile = max(16, min(16 if exact else 64, triton.next_power_of_2(width)))
+    m_tile = max(16, min(32 if exact else 64, triton.next_power_of_2(size)))
+    whole = m_tile if exact else max(16, min(256, triton.next_power_of_2(size)))
+    return whole, {"P_TILE": p_tile, "M_TILE": m_tile}
 
 
 def _build(

@@ -17,6 +17,7 @@ Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -33,6 +34,7 @@ from midstream.runtime.loading import load_model
 from midstream.runtime.sampling import SamplingParams
 from midstream.runtime.session import Session
 
+FAILED = 1
 REFUSED = 2
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
@@ -48,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nmidstream: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:  # the reader of stdout has gone, as in `... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     return status
 
 
@@ -89,7 +94,7 @@ def run_generate(args: argparse.Namespace) -> int:
         finally:
             for line in session.summary(model.device):
                 print(line, file=sys.stderr)
-        return 1 if session.num_failed else 0
+        return FAILED if session.num_failed else 0
 
 
 def run_info(args: argparse.Namespace) -> int:

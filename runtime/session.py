@@ -89,8 +89,10 @@ class Session:
         return done
 
     def summary(self, device: torch.device) -> list[str]:
-        """What was measured, and how the steps ran."""
+        """What was measured, and how the steps ran; empty if nothing was answered."""
         stats, outputs = self._engine.stats(), self._outputs
+        if not outputs:
+            return []
         num_tokens = sum(len(output.token_ids) for output in outputs)
         num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
         num_cached = sum(output.num_cached_tokens for output in outputs)

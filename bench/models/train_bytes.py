@@ -73,7 +73,7 @@ class Budget:
 
 
 def model_config() -> BambaConfig:
-    """3.8 million parameters; two of six layers attend, the others keep 128 KiB of float32 state."""
+    """3.8 million parameters; two of six layers attend, the others keep 128 KiB of state each."""
     return BambaConfig(
         vocab_size=VOCAB,
         hidden_size=256,
@@ -269,7 +269,7 @@ def save(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "text": f"{LICENCE}, {platform.python_version()}",
+        "text": f"{LICENCE}; of Python {platform.python_version()}",
         "train_files": corpus.num_files,
         "train_bytes": len(corpus.train),
         "held_out_files": corpus.num_held_out_files,

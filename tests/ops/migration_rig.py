@@ -1,8 +1,8 @@
 """A toy step around `advance`, `page_move` and `post_copy`: states that say which tokens they hold.
 
-The temporal state after n tokens is the number n.  Row i of a convolution window is the position of the
-token that it holds; the window of a verified row has its new tokens at the end, so that the W - 1 rows
-from `accepted - 1` on are the history of the next step.
+The temporal state after n tokens is the number n.  A row of a convolution window is the position of
+the token that it holds; the window of a verified row has its new tokens at the end, so that the W - 1
+rows from `accepted - 1` on are the history of the next step.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Moves:
 
 
 class Rig:
-    """`slots` requests whose page in column c is 1 + slot * cols + c; pages behind are free to use."""
+    """Requests whose page in column c is 1 + slot * cols + c; four pages behind are free to use."""
 
     def __init__(self, path, device, *, block, drafts=0, slots=1, cols=8, rows=None, precopy=True):
         self.path, self.device, self.block, self.drafts = path, device, block, drafts
@@ -57,7 +57,7 @@ class Rig:
         (spec.launch if self.path == KERNEL else spec.reference)(*args)
 
     def advance(self, lengths: dict[int, int], padding=()) -> Moves:
-        """Rows of the given slots and lengths, in this order; `padding` names rows that stay empty."""
+        """Rows of the given slots and lengths, in order; `padding` names rows that stay empty."""
         self.row_slot.fill_(PADDING)
         live, start = iter(lengths.items()), 0
         for row in range(self.rows):

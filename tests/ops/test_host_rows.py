@@ -1,12 +1,14 @@
-"""host_rows: compiled kernels against plain loops over lists, and against the device's decisions."""
+"""host_rows: compiled kernels against plain loops over lists, and against the device op."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba import njit
 
 from midstream.ops import host_rows
 from midstream.ops.advance import advance, running_col
@@ -24,6 +26,15 @@ NAMES = [
     "fill_deltas",
     "fill_decode_rows",
 ]
+ROW_FIELDS = (
+    "row_slot",
+    "row_start",
+    "position",
+    "kv_slot",
+    "token_id",
+    "read_page",
+    "write_page",
+)
 both = pytest.mark.parametrize("suffix", ["", "_py"], ids=["compiled", "plain"])
 quick = settings(max_examples=60, deadline=None)  # the first call of a kernel compiles it
 
@@ -171,23 +182,13 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
     )
 
 
-ROW_FIELDS = (
-    "row_slot",
-    "row_start",
-    "position",
-    "kv_slot",
-    "token_id",
-    "read_page",
-    "write_page",
-)
-
-
-@both
 @pytest.mark.parametrize("block", [1, 3, 7, 48, 64, 1312])
-def test_columns_are_exact_without_a_division(suffix, block):
+def test_columns_are_exact_without_a_division(block):
+    compiled = njit(host_rows._col_of)
     counts = [n for k in (1, 2, 999, (2**31 - 2) // block) for n in (k * block - 1, k * block)]
     for tokens in [0, *counts]:
         assert host_rows._col_of(tokens, 1.0 / block) == tokens // block
+        assert compiled(tokens, 1.0 / block) == tokens // block
 
 
 @st.composite
@@ -340,8 +341,6 @@ def test_more_tokens_than_the_buffer_holds_are_refused(suffix):
 
 
 def test_q1_threads_get_what_one_thread_gets():
-    from concurrent.futures import ThreadPoolExecutor
-
     lengths = ints(np.arange(500) % 7)
 
     def starts(_):

@@ -51,7 +51,7 @@ def test_a1_only_target_pages_change(run, device):
 
 
 def _shift_in_place(repeats: int, device: torch.device) -> None:
-    """F2: window of 4 rows, 2 accepted, source and target one page, against a copy through scratch."""
+    """Window of 4 rows, 2 accepted, one page as source and target, against a copy through scratch."""
     rows, width = 4, 1100
     gen = torch.Generator().manual_seed(1)
     start = torch.randn(2, rows * width + 16, generator=gen).to(device)
@@ -63,7 +63,8 @@ def _shift_in_place(repeats: int, device: torch.device) -> None:
         scratch = conv[1, : rows * width].view(rows, width).clone()
         page_move.launch(
             temporal, conv, torch.tensor([[1], [1]], **ints), page, page, page,
-            torch.tensor([0], dtype=torch.int64, device=device), torch.tensor([width], **ints), rows,
+            torch.tensor([0], dtype=torch.int64, device=device), torch.tensor([width], **ints),
+            rows,
         )  # fmt: skip
         have = conv[1, : rows * width].view(rows, width)
         assert torch.equal(have[: rows - 1], scratch[1:])

@@ -59,7 +59,9 @@ def test_several_answers_are_labelled_in_the_order_of_the_prompts(bytes_model, t
 
 def test_configuration_comes_first_and_numbers_last_on_stderr(bytes_model, capsys):
     generate(bytes_model, "--prompt", "midstream", "--kv-block", "32", "--hash-key", "ab" * 16)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "Loading" not in line]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line and "Loading" not in line
+    ]
     assert lines[0].startswith("config: cache_mode=align state_block=64 kv_block=32 ")
     assert "hash_key=given" in lines[0]
     assert "ab" * 16 not in lines[0]
@@ -93,7 +95,10 @@ def test_text_is_refused_where_the_model_has_no_tokenizer(ids_model, capsys, inp
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--prompt", "a", "--state-block", "24"), "state_block=24 is not a multiple of kv_block=16"),
+        (
+            ("--prompt", "a", "--state-block", "24"),
+            "state_block=24 is not a multiple of kv_block=16",
+        ),
         (("--prompt", "a", "--cache-mode", "all"), "not built yet"),
         (("--prompt", "a", "--top-p", "0"), "SamplingParams: top_p is 0"),
         (("--prompt", ""), "the prompt is empty"),
@@ -105,10 +110,9 @@ def test_text_is_refused_where_the_model_has_no_tokenizer(ids_model, capsys, inp
 )
 def test_what_is_refused_exits_with_2_and_one_message(bytes_model, capsys, words, message):
     assert generate(bytes_model, *words) == cli.REFUSED
-    errors = capsys.readouterr().err
-    assert f"midstream: {errors.partition('midstream: ')[2]}" in errors
-    assert message in errors
-    assert "Traceback" not in errors
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("midstream: ")
+    assert message in last
 
 
 def test_a_wrong_folder_is_refused(tmp_path, capsys):

@@ -1,0 +1,48 @@
+"""Options and the model of the suites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import measure
+import pytest
+import reference_models
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("midstream")
+    group.addoption("--model", default="B2" if torch.cuda.is_available() else "tiny")
+    group.addoption("--rows", default="1,32,256" if torch.cuda.is_available() else "1,3")
+    group.addoption("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
+    group.addoption("--state-dtype", default="float32")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "rows" in metafunc.fixturenames:
+        metafunc.parametrize("rows", _rows(metafunc.config))
+
+
+def _rows(config: pytest.Config) -> list[int]:
+    return [int(n) for n in config.getoption("--rows").split(",")]
+
+
+@pytest.fixture(scope="session")
+def row_counts(pytestconfig: pytest.Config) -> list[int]:
+    return _rows(pytestconfig)
+
+
+@pytest.fixture(scope="session")
+def model_name(pytestconfig: pytest.Config) -> str:
+    return str(pytestconfig.getoption("--model"))
+
+
+@pytest.fixture(scope="session")
+def state_dtype(pytestconfig: pytest.Config) -> str:
+    return str(pytestconfig.getoption("--state-dtype"))
+
+
+@pytest.fixture(scope="module")
+def model(pytestconfig: pytest.Config, model_name: str) -> Any:
+    dtype = getattr(torch, pytestconfig.getoption("--dtype"))
+    return reference_models.build(model_name, dtype, measure.device())

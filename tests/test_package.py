@@ -1,0 +1,85 @@
+import os
+import re
+import subprocess
+import sys
+from inspect import ismodule
+from pathlib import Path
+
+import pytest
+
+import midstream
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("compiler", "graphs", "ops", "runtime")
+
+
+def run_python(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a process of its own, as in a checkout that is not installed."""
+    path = os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_public_names_are_listed_and_sorted():
+    public = [
+        name
+        for name, value in vars(midstream).items()
+        if not name.startswith("_") and not ismodule(value)
+    ]
+    assert midstream.__all__ == sorted(public, key=str.casefold)
+
+
+def test_import_starts_no_cuda_context_and_loads_no_transformers(tmp_path):
+    done = run_python(
+        "import sys, torch, midstream\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert 'transformers' not in sys.modules",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_folder_is_importable_under_its_package_name_only(name):
+    done = run_python(f"import {name}")
+    assert done.returncode == 1
+    assert f"ImportError: import midstream.{name}, not {name}" in done.stderr
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_is_a_relative_link_to_its_folder(name):
+    link = ROOT / "src" / "midstream" / name
+    assert link.is_symlink()
+    assert Path(os.readlink(link)) == Path("..", "..", name)
+    assert link.resolve() == ROOT / name
+
+
+def test_setuptools_finds_every_package(tmp_path):
+    setuptools = pytest.importorskip("setuptools")
+    found = set(setuptools.find_packages(str(ROOT / "src")))
+    folders = {path.parent for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
+    named = {".".join(("midstream", *path.relative_to(ROOT).parts)) for path in folders}
+    assert found == {"midstream", *named}
+
+
+def test_the_first_example_of_the_readme_runs(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = run_python(code, tmp_path)
+    assert done.returncode == 0, done.stderr
+    reused = [int(line.split()[0]) for line in done.stdout.splitlines()]
+    assert reused[0] == 0
+    assert all(num_tokens > 0 for num_tokens in reused[1:])
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
+def test_links_between_the_documents_lead_somewhere(page):
+    targets = re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text())
+    assert targets
+    assert [t for t in targets if not (ROOT / page).parent.joinpath(t).exists()] == []
