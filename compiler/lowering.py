@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from midstream.compiler.changes import Changes
 from midstream.compiler.context import PagedContext, Pools, StepView
-from midstream.compiler.families import FAMILIES, Family
+from midstream.compiler.families import Family
 from midstream.compiler.families.mixer import BINDING, AttentionBinding, MixerBinding, MixerKind
 from midstream.compiler.layout import KvLayout, StateLayout
 from midstream.compiler.pieces import Backend, compile_pieces, distinct_sizes

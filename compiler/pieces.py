@@ -45,7 +45,7 @@ def distinct_sizes() -> Iterator[None]:
     Otherwise a step whose token count happens to equal the length of a static row buffer compiles a
     graph that demands this equality, and the next step compiles again.
     """
-    with symbolic_config.patch(use_duck_shape=False):
+    with symbolic_config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
         yield
 
 

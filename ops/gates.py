@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from time import perf_counter
 from typing import Any
 
@@ -86,22 +87,32 @@ class _CompileOnlyDriver:
         return TARGET
 
 
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """A kernel that was compiled instead of launched."""
+
+    kernel: str
+    result: CompiledKernel | TritonError | RuntimeError
+    seconds: float
+
+
 @contextmanager
-def compile_only() -> Iterator[list[tuple[str, CompiledKernel | TritonError | RuntimeError]]]:
-    """While active, launching a kernel compiles it; yields the list of kernel names and results."""
+def compile_only() -> Iterator[list[Attempt]]:
+    """While active, launching a kernel only compiles it; yields the growing list of attempts."""
     launch = JITFunction.run
-    results: list[tuple[str, CompiledKernel | TritonError | RuntimeError]] = []
+    attempts: list[Attempt] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        start = perf_counter()
         try:
             result = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        except (TritonError, RuntimeError) as error:  # RuntimeError: a failed compiler pass
+        except (TritonError, RuntimeError) as error:  # RuntimeError: a compiler pass failed
             result = error
-        results.append((self.fn.__name__, result))
+        attempts.append(Attempt(self.fn.__name__, result, perf_counter() - start))
 
     JITFunction.run = run
     try:
-        yield results
+        yield attempts
     finally:
         JITFunction.run = launch
 
@@ -110,26 +121,27 @@ def check_op(spec: OpSpec, cases: tuple[OpCase, ...]) -> tuple[list[Compiled], l
     """Compile an op's kernels for these cases; returns what compiled and what is wrong."""
     compiled: dict[str, Compiled] = {}
     faults: list[str] = []
-    for case in cases:
-        for dtype in DTYPES:
-            label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
-            start = perf_counter()
-            with compile_only() as results:
-                spec.launch(**build_args(case, dtype, torch.device("cpu")))
-            for kernel, result in results:
-                if not isinstance(result, CompiledKernel):
-                    faults.append(f"{spec.name}: {kernel} of {label} does not compile: {result}")
-                elif result.hash not in compiled:
-                    seconds, start = perf_counter() - start, perf_counter()
-                    compiled[result.hash] = _measure(spec.name, kernel, label, result, seconds)
-    rows = list(compiled.values())
-    return rows, faults + [fault for row in rows for fault in row.faults()]
+    for case, dtype in product(cases, DTYPES):
+        label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
+        with compile_only() as attempts:
+            spec.launch(**build_args(case, dtype, torch.device("cpu")))
+        for attempt in attempts:
+            if not isinstance(attempt.result, CompiledKernel):
+                what = f"{attempt.kernel} of {label} does not compile: {attempt.result}"
+                faults.append(f"{spec.name}: {what}")
+            elif attempt.result.hash not in compiled:
+                row = _measure(spec.name, label, attempt, attempt.result)
+                compiled[attempt.result.hash] = row
+                faults += row.faults()
+    return list(compiled.values()), faults
 
 
-def _measure(op: str, kernel: str, case: str, compiled: CompiledKernel, seconds: float) -> Compiled:
+def _measure(op: str, case: str, attempt: Attempt, compiled: CompiledKernel) -> Compiled:
     registers, stack_bytes = resource_usage(compiled.asm["cubin"])
-    meta = compiled.metadata
-    return Compiled(op, kernel, case, meta.num_warps, registers, stack_bytes, meta.shared, seconds)
+    warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
+    return Compiled(
+        op, attempt.kernel, case, warps, registers, stack_bytes, shared_bytes, attempt.seconds
+    )
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

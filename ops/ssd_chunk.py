@@ -39,6 +39,7 @@ from midstream.ops.ssd_step import check_ssd_args, draw_ssd, ssd_step_size
 _HEADS = 16  # heads of a program that accumulates decays
 _SHARED_HEADS = 4  # heads of a program that computes outputs,
 _MANY = 4096  # where chunks and heads are so many that this still fills the device
+_REGISTERS = 168  # of a thread of the output kernel: three programs per processor
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 _PADDING = tl.constexpr(PADDING)
 _CHUNK = tl.constexpr(CHUNK)
@@ -352,7 +353,8 @@ def _launch(
     _output_kernel[(chunks * (heads // shared) * p_tiles,)](
         out, incoming, x, C, D, *sums, scores, chunk_start, chunk_row,
         out.stride(0), x.stride(0), C.stride(0),
-        **sizes, HEADS=shared, P_TILE=tiles["P_TILE"], M_TILE=whole, STAGES=2, num_warps=4, maxnreg=168,
+        **sizes, HEADS=shared, P_TILE=tiles["P_TILE"], M_TILE=whole, STAGES=2, num_warps=4,
+        maxnreg=None if x.dtype == torch.float32 else _REGISTERS,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
     for _package in ("fla", "mamba_ssm", "causal_conv1d"):
         sys.modules[_package] = None  # type: ignore[assignment]  # importing it now fails
 
-import transformers  # noqa: E402
+import transformers
 
 VOCAB = 128
 FAMILIES = ("bamba", "qwen3_next")

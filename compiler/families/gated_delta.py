@@ -37,7 +37,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     decay = -self.A_log.float().exp() * F.softplus(a[0].float() + self.dt_bias)
     y = _scan(self, binding, mixed, decay, b[0].sigmoid())
     y = self.norm(y.flatten(0, 1), gate[0].flatten(0, 1))
-    return self.out_proj(y.view(hidden_states.shape[0], -1, self.value_dim))  # type: ignore[no-any-return]
+    return self.out_proj(y.view(hidden_states.shape[0], -1, self.value_dim))
 
 
 def _scan(mixer: Any, binding: MixerBinding, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def _forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Ten
     gate, channels, dt = self.in_proj(hidden_states).split(widths, dim=-1)
     mixed = paged_conv(binding, self.conv1d, channels[0])
     y = _scan(self, binding, mixed, dt[0])
-    return self.out_proj(self.norm(y.flatten(1)[None], gate).to(hidden_states.dtype))  # type: ignore[no-any-return]
+    return self.out_proj(self.norm(y.flatten(1)[None], gate).to(hidden_states.dtype))
 
 
 def _scan(mixer: Any, binding: MixerBinding, mixed: Tensor, dt: Tensor) -> Tensor:

@@ -66,6 +66,7 @@ def test_more_layers_and_a_second_model_compile_apart() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["bamba"])  # the C++ compiler takes minutes for a second one
 def test_inductor_equals_eager(family: str) -> None:
     ids = prompt(20)
     logits = []

@@ -76,9 +76,15 @@ def test_a_lowered_model_does_not_run_by_itself() -> None:
     lowered = lower(model)
     with pytest.raises(ContractError, match="outside of a step"):
         logits(model)
-    with pytest.raises(ContractError, match="no pools"):
-        PagedRig(lowered).lowered._context.__init__()  # type: ignore[misc]
-        lowered._context.pools  # noqa: B018
+    lowered.undo()
+    logits(model)
+
+
+def test_a_step_without_pools_is_refused() -> None:
+    rig, other = PagedRig(lower(build("bamba"))), lower(build("bamba"))
+    rig.lowered = other
+    with pytest.raises(ContractError, match="has no pools"):
+        rig.chunk([(rig.start(), prompt(3))])
 
 
 def test_pools_of_another_layout_are_refused() -> None:
@@ -98,7 +104,7 @@ def test_what_has_no_lowering_is_refused_by_name() -> None:
         lower(torch.nn.Linear(2, 2))
     model = build("bamba")
     model.model.layers[1].mamba = torch.nn.Identity()
-    with pytest.raises(UnsupportedError, match="layer 1 .BambaDecoderLayer"):
+    with pytest.raises(UnsupportedError, match=r"layer 1 .BambaDecoderLayer"):
         lower(model)
 
 
@@ -121,7 +127,7 @@ def test_options_that_the_lowered_layers_lack_are_refused() -> None:
         lower(build("bamba", hidden_act="relu"))
     window = build("qwen3_next")
     window.model.layers[2].self_attn.sliding_window = 8
-    with pytest.raises(UnsupportedError, match="layer 2 .* sliding window of 8"):
+    with pytest.raises(UnsupportedError, match=r"layer 2 .* sliding window of 8"):
         lower(window)
     hooked = build("bamba")
     hooked.model.layers[0].forward = hooked.model.layers[0].forward

@@ -49,7 +49,7 @@ def test_noise_of_the_kernel_is_the_reference_noise(device):
 
 
 def test_noise_is_exponential():
-    """Kolmogorov-Smirnov distance of 2**18 draws: 1.95 / 512 is exceeded once in a thousand seeds."""
+    """Kolmogorov-Smirnov, 2**18 draws: 1.95 / 512 is exceeded once in a thousand seeds."""
     exponential = log_exponential_ref(2**18, 1, 2, 3).exp().sort().values
     empirical = torch.arange(1, 2**18 + 1) / 2**18
     distance = (empirical - (1 - (-exponential).exp())).abs().max()

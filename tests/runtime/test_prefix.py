@@ -159,6 +159,16 @@ def test_an_evicted_page_loses_its_key_and_the_chain_is_cut_there() -> None:  # 
     assert index.lookup([70, 71], 8).kv_match_tokens == 0
 
 
+def test_blocks_behind_a_hole_are_out_of_reach() -> None:
+    kv, state = PagePool(8, "kv"), PagePool(8, "state")
+    index = PrefixIndex(kv, state, 4)
+    for key, page in zip((70, 72), kv.take(2), strict=True):
+        index.publish_kv(key, page)
+    for key, page, position in zip((70, 72), state.take(2), (4, 12), strict=True):
+        index.publish_state(key, page, position)
+    assert index.lookup([70, 71, 72], 12) == Hit(4, (1,), 1, 4, 12, 0)
+
+
 def test_a_held_hit_survives_pressure_and_is_released_by_its_caller() -> None:
     keys = prompt_keys(range(12), 4)
     index = index_with(4, keys, 12, {4, 8})
