@@ -61,8 +61,8 @@ def element_offset(start: int) -> Tensor:
 def decode_pages(rows: int) -> tuple[int, Tensor, Tensor]:
     """Number of pages, read pages, write pages: in place, to another page, fresh, padding, in turn.
 
-    The index tensors are longer than the rows, as static buffers are; their tails and the padding name an owned
-    page that no row may touch.
+    The index tensors are longer than the rows, as static buffers are; their tails and the padding name
+    an owned page that no row may touch.
     """
     untouched = 2 * rows + 1
     read, write = [], []
@@ -91,7 +91,7 @@ def chunk_pages(lengths: Sequence[int], exports: Sequence[Sequence[int]]) -> Chu
     """
     untouched = 1
     read, write, pages = [], [], untouched + 1
-    export_page = {}
+    export_page: dict[tuple[int, int], int] = {}
     for row in range(len(lengths)):
         old, new = pages, pages + 1
         pages += 2

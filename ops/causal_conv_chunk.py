@@ -1,9 +1,9 @@
 """
 Depthwise causal convolution of packed rows of any length, continuing from paged windows.
 
-The formula is the one of `causal_conv_step`.  A row starts from the window in `read_page`; after every chunk whose
-`chunk_page` is not the null page, the newest W - 1 inputs are exported to that page, which may be the row's
-`read_page`.  `out` is left alone at tokens of no chunk.
+The formula is the one of `causal_conv_step`.  A row starts from the window in `read_page`; after every chunk
+whose `chunk_page` is not the null page, the newest W - 1 inputs are exported to that page, which may be the
+row's `read_page`.  `out` is left alone at tokens of no chunk.
 
 Letters: T tokens, D channels, W taps, N pages, R rows, Q chunks (see `chunk_table`).
 Traffic: 2 * D elements per token, 2 * (W - 1) * D elements of state per row and export.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 
 import torch
 import triton
@@ -56,7 +57,7 @@ def causal_conv_chunk_ref(
     history = weight.shape[1] - 1
     region = state_region(arena, offset, history, x.shape[1])
     start, page, bounds = chunk_start.tolist(), chunk_page.tolist(), row_chunk.tolist()
-    for row, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, last) in enumerate(pairwise(bounds)):
         if first == last:
             continue
         begin, end, source = start[first], start[last], int(read_page[row])
@@ -105,8 +106,8 @@ def _causal_conv_chunk_kernel(
     ALIGN: tl.constexpr,  # elements on which pages and regions start
     SILU: tl.constexpr,
 ):
-    # The row's first program alone reads the window in read_page.  It computes all outputs and makes all exports
-    # that need the window, and then the export that overwrites it: so no program races with another.
+    # The row's first program alone reads the window in read_page.  It computes all outputs and makes all
+    # exports that need the window, and then the export that overwrites it: no program races with another.
     chunk = tl.program_id(0)
     row = tl.load(chunk_row_ptr + chunk)
     if row == _PADDING:

@@ -3,8 +3,8 @@ Depthwise causal convolution of one new token per row, over a paged window of ea
 
     y[d] = act(bias[d] + sum_w weight[d, w] * window[w, d])        window = the last W inputs, newest last
 
-The page keeps the newest W - 1 inputs, token by token.  A row reads its window from `read_page` and leaves the
-moved window in `write_page`; the two may be equal.
+The page keeps the newest W - 1 inputs, token by token.  A row reads its window from `read_page` and leaves
+the moved window in `write_page`; the two may be equal.
 
 Letters: R rows, D channels, W taps, N pages.
 Traffic: 2 * (W - 1) * D elements of state and 2 * D of activations per row.
@@ -131,15 +131,15 @@ def _launch(
     write_page: Tensor,
     silu: bool,
 ) -> None:
-    rows, channels = x.shape
     check_conv_args("causal_conv_step", out, x, weight)
+    rows, (channels, taps) = x.shape[0], weight.shape
     if rows == 0:
         return
     _causal_conv_step_kernel[(rows, triton.cdiv(channels, _TILE))](
         arena, out, x, weight, bias, offset, read_page, write_page,
         arena.stride(0), out.stride(0), x.stride(0),
-        D=channels, W=weight.shape[1], W_TILE=triton.next_power_of_2(weight.shape[1]), WEIGHT_STRIDE=weight.stride(0), TILE=_TILE,
-        ALIGN=aligned_elements(arena), SILU=silu, num_warps=1,
+        D=channels, W=taps, W_TILE=triton.next_power_of_2(taps), WEIGHT_STRIDE=weight.stride(0),
+        TILE=_TILE, ALIGN=aligned_elements(arena), SILU=silu, num_warps=1,
     )  # fmt: skip
 
 
@@ -152,8 +152,8 @@ def check_conv_args(op: str, out: Tensor, x: Tensor, weight: Tensor) -> None:
         )
     if weight.shape[0] != x.shape[1] or weight.shape[1] < 2 or weight.stride(1) != 1:
         raise ContractError(
-            f"{op}: weight {tuple(weight.shape)} with strides {weight.stride()} must be [{x.shape[1]} channels, "
-            "at least 2 taps] with adjacent taps; squeeze the middle axis of a conv1d weight"
+            f"{op}: weight {tuple(weight.shape)} with strides {weight.stride()} must be [{x.shape[1]} "
+            "channels, at least 2 taps] with adjacent taps; squeeze the middle axis of a conv1d weight"
         )
 
 

@@ -193,6 +193,7 @@ def _walk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -214,7 +215,7 @@ def _walk_kernel(
     state_mask = state_inside & (source > 0)
     state = tl.load(arena_ptr + read_at + state_place, mask=state_mask, other=0.0).to(tl.float32)
 
-    for chunk in range(first, behind):
+    for chunk in tl.range(first, behind, num_stages=STAGES):  # all loads run ahead, v's too
         start = tl.load(chunk_start_ptr + chunk)
         alive = place < tl.load(chunk_start_ptr + chunk + 1) - start
         token = (start + place).to(tl.int64)
@@ -288,7 +289,7 @@ def launch_chunks(
         solve[0], solve[1], scale, q, k, g, beta, chunk_start,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), beta.stride(0),
         SCALE=k.shape[2] ** -0.5, EPS=NORM_EPS, LOG_ZERO=_LOG_ZERO, SUB=_SUB,
-        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=4, **shared,
+        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8, **shared,
     )  # fmt: skip
     tile = min(_TILE_V, max(16, triton.next_power_of_2(width)))
     _walk_kernel[(triton.cdiv(width, tile), heads, rows)](
@@ -297,7 +298,7 @@ def launch_chunks(
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         V=width, ALIGN=aligned_elements(arena), BLOCK_V=tile,
-        num_warps=4, num_stages=3, **shared,
+        num_warps=4, STAGES=1, **shared,
     )  # fmt: skip
 
 

@@ -29,15 +29,15 @@ _SMALL = tl.constexpr(2.0**-10)  # three terms of the series are exact in float3
 
 
 def philox(
-    block: Tensor, position: int, seed_low: int, seed_high: int
+    block: Tensor, position: Tensor, seed_low: Tensor, seed_high: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words, as int64 in [0, 2**32), of each i64 counter block.
+    """Four words, as int64 in [0, 2**32), of i64 counters and keys that broadcast.
 
-    >>> [hex(int(w)) for w in philox(torch.tensor([0]), 0, 0, 0)]
+    >>> zero = torch.tensor(0)
+    >>> [hex(int(w)) for w in philox(zero, zero, zero, zero)]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
     """
-    c0, c1 = block, torch.full_like(block, position & _WORD)
-    c2, c3 = torch.zeros_like(block), torch.zeros_like(block)
+    c0, c1, c2, c3 = block, position & _WORD, torch.zeros_like(block), torch.zeros_like(block)
     k0, k1 = seed_low & _WORD, seed_high & _WORD
     for _ in range(_ROUNDS):
         # int64 wraps, which leaves all 64 bits of the product right
@@ -48,13 +48,14 @@ def philox(
     return c0, c1, c2, c3
 
 
-def log_exponential_ref(num: int, position: int, seed_low: int, seed_high: int) -> Tensor:
-    """log E of indices 0..num-1: float32[num]."""
+def log_exponential_ref(num: int, position: Tensor, seed: Tensor) -> Tensor:
+    """log E of indices 0..num-1 for R positions i[R] and seeds i[R, 2]: float32[R, num]."""
     quarter = NOISE_SPAN.value // 4
     spans = -(-num // NOISE_SPAN.value)
-    words = philox(torch.arange(spans * quarter), position, seed_low, seed_high)
-    word = torch.stack([w.view(spans, quarter) for w in words], dim=1).flatten()[:num]
-    unit = ((word.float() + 0.5) * _TO_UNIT.value).clamp(max=_BELOW_ONE.value)
+    low, high = seed.long()[:, :, None].unbind(1)
+    words = philox(torch.arange(spans * quarter), position.long()[:, None], low, high)
+    word = torch.stack([w.unflatten(1, (spans, quarter)) for w in words], dim=2)
+    unit = ((word.flatten(1)[:, :num].float() + 0.5) * _TO_UNIT.value).clamp(max=_BELOW_ONE.value)
     series = unit + unit * unit * (0.5 + unit * (1.0 / 3.0))
     return torch.where(unit < _SMALL.value, series, -torch.log(1.0 - unit)).log()
 

@@ -242,7 +242,7 @@ class _Case:
             (4, 5, 6, shift),
             (7, 8, 8, shift),  # convolution in place
             (10, 9, 10, shift),  # temporal state is already there
-            (99, 99, 99, 1),  # stale tail: following it would fault
+            (2, 2, 11, 0),  # stale: behind the count
         ]
         return {
             "temporal": _noise((12, self.elements), dtype, gen).to(device),

@@ -139,10 +139,10 @@ def _tile_shape(width: int, share: int, element_bytes: int) -> tuple[int, int]:
     >>> _tile_shape(64, 4, element_bytes=2), _tile_shape(64, 1, element_bytes=2)
     ((128, 64), (64, 64))
     """
+    tile = tile_positions(width, element_bytes)
     if element_bytes > 2:  # no tensor cores: what fits into registers
-        return 16, 32 if width <= 64 else 16
-    most = triton.next_power_of_2(CHUNK * share)
-    return min(_QUERY_ROWS, most), tile_positions(width * element_bytes)
+        return 16, tile
+    return min(_QUERY_ROWS, triton.next_power_of_2(CHUNK * share)), tile
 
 
 def _launch(
@@ -255,6 +255,7 @@ paged_attention_chunk = define_op(
         _case(heads=8, kv_heads=2, width=64, kv_block=16, new=(40, 3), past=(0, 30)),
         _case(width=24, kv_block=8),  # not a power of two
         _case(width=128, kv_block=16),
+        _case(heads=2, kv_heads=1, width=256, kv_block=16),
     ),
     tolerance=Tolerance(
         {torch.float32: 4e-6, torch.bfloat16: 2e-2},

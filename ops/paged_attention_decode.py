@@ -205,7 +205,7 @@ def _launch(
     if splits > 1:
         part = torch.empty((splits, rows, heads, width), dtype=torch.float32, device=out.device)
         part_log = torch.empty((splits, rows, heads), dtype=torch.float32, device=out.device)
-    tile = tile_positions(padded * arena.element_size())
+    tile = tile_positions(padded, arena.element_size())
     _attend_kernel[(kv_heads, splits, rows)](
         out, part, part_log, arena, q, offset, kv_table, row_slot, position,
         out_row_stride=out.stride(0), out_head_stride=out.stride(1),
@@ -291,6 +291,7 @@ paged_attention_decode = define_op(
         _case(heads=32, kv_heads=8, width=64, kv_block=16),
         _case(width=24, kv_block=8),  # not a power of two
         _case(width=128, kv_block=16),
+        _case(heads=2, kv_heads=1, width=256, kv_block=16),
     ),
     tolerance=Tolerance(
         {torch.float32: 4e-6, torch.bfloat16: 2e-2},

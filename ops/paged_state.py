@@ -29,7 +29,7 @@ def aligned_elements(arena: Tensor) -> int:
     page_bytes = arena.stride(0) * arena.element_size()
     if page_bytes % LAUNCH_ALIGN or arena.stride(1) != 1:
         raise ContractError(
-            f"arena: pages are {page_bytes} bytes apart and elements {arena.stride(1)}, expected a multiple of "
-            f"{LAUNCH_ALIGN} and 1; allocate the arena from its layout"
+            f"arena: pages are {page_bytes} bytes apart and elements {arena.stride(1)}, expected a multiple "
+            f"of {LAUNCH_ALIGN} and 1; allocate the arena from its layout"
         )
     return LAUNCH_ALIGN // arena.element_size()

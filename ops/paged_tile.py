@@ -20,13 +20,15 @@ LOG2_E = 1.4426950408889634
 _PROCESSORS_WITHOUT_DEVICE = 8  # of the interpreter: small, so that small inputs take every path
 
 
-def tile_positions(head_bytes: int) -> int:
-    """Positions of a tile, for heads of `head_bytes`: three stages of keys and values fit on chip.
+def tile_positions(width: int, element_bytes: int) -> int:
+    """Positions of a tile: three stages of keys and values fit on chip.
 
-    >>> [tile_positions(width * 2) for width in (64, 128, 256)]
+    >>> [tile_positions(width, element_bytes=2) for width in (64, 128, 256)]
     [64, 64, 32]
     """
-    return 64 if head_bytes <= 256 else 32 if head_bytes <= 512 else 16
+    if element_bytes > 2:  # no tensor cores: what fits into registers
+        return 32 if width <= 64 else 16
+    return 64 if width <= 128 else 32
 
 
 @cache

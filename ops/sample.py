@@ -76,15 +76,18 @@ def sample_ref(
     clean = raw.nan_to_num(nan=-torch.inf, posinf=LARGEST.value, neginf=-torch.inf)
     _refuse_stops(clean, stop_id[slot], new_position < min_position[slot])
     drawn = clean.argmax(-1)
-    hot = temperature.view(torch.float32)[slot]
-    top_p, min_p = top_p.view(torch.float32), min_p.view(torch.float32)
-    for i in (hot > 0).nonzero().flatten().tolist():
-        s = int(slot[i])
+    hot = temperature[slot].view(torch.float32) > 0
+    if hot.any():
+        s = slot[hot]
         allowed, log_weight = allowed_tokens(
-            clean[i], float(hot[i]), int(top_k[s]), float(top_p[s]), float(min_p[s])
+            clean[hot],
+            temperature[s].view(torch.float32),
+            top_k[s],
+            top_p[s].view(torch.float32),
+            min_p[s].view(torch.float32),
         )
-        noise = log_exponential_ref(len(allowed), int(new_position[i]), *seed[s].tolist())
-        drawn[i] = (log_weight - noise).masked_fill(~allowed, -torch.inf).argmax()
+        noise = log_exponential_ref(clean.shape[1], new_position[hot], seed[s])
+        drawn[hot] = (log_weight - noise).masked_fill(~allowed, -torch.inf).argmax(1)
     token[live] = drawn.int()
     last_token[slot] = drawn.int()
     logprob[live] = raw.log_softmax(-1).gather(1, drawn[:, None])[:, 0].to(logprob.dtype)
@@ -348,7 +351,7 @@ def _bits(values: list[float]) -> Tensor:
 
 def _case(
     name: str,
-    rows: int = 6,
+    rows: int = 4,
     vocabulary: int = 300,
     temperature: float = 1.0,
     top_k: int = 0,
@@ -418,14 +421,14 @@ sample = define_op(
     cuda=_launch,
     cpu=sample_ref,
     cases=(
-        _case("warm"),
+        _case("warm", rows=6),
         _case("greedy", temperature=0.0),
         _case("top_k", top_k=7),
         _case("top_p", top_p=0.8),
         _case("min_p", min_p=0.1),
         _case("all-filters", temperature=1.7, top_k=20, top_p=0.9, min_p=0.05),
         _case("early-stop-refused", early=True, top_k=3),
-        _case("many-tiles", vocabulary=9001, top_k=50, top_p=0.9, rows=4),
+        _case("many-tiles", vocabulary=9001, top_k=50, top_p=0.9),
         _case("one-row-of-padding", rows=1),
         _case("flat", spread=0.0, top_k=5, top_p=0.5),  # all equal: all allowed
         _case("cold", temperature=1e-3),

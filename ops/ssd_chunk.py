@@ -2,18 +2,19 @@
 The state-space-dual scan (Mamba-2) over packed rows of any length, on paged state.
 
 The recurrence is the one of `ssd_step`.  A row starts from the state in `read_page`; after every chunk whose
-`chunk_page` is not the null page, the state is exported to that page, which may be the row's `read_page`.  `out` is
-left alone at tokens of no chunk.
+`chunk_page` is not the null page, the state is exported to that page, which may be the row's `read_page`.
+`out` is left alone at tokens of no chunk.
 
 Within a chunk, with a[t] = -exp(A_log) * dt[t] and the running sum c[t] = a[first] + ... + a[t],
 
-    out[t] = exp(c[t]) * C[t] . incoming + sum_{s <= t} (C[t] . B[s]) * exp(c[t] - c[s]) * dt[s] * x[s] + D * x[t]
+    out[t] = exp(c[t]) * incoming @ C[t] + D * x[t]
+           + sum_{s <= t} (C[t] . B[s]) * exp(c[t] - c[s]) * dt[s] * x[s]
     state  = exp(c[last]) * incoming + sum_s exp(c[last] - c[s]) * dt[s] * outer(x[s], B[s])
 
-in three launches: `prepare` fills c, dt and the products C . B, which the heads of a group share; `pass` walks the
-chunks of each row, keeps the state each chunk starts from and exports; `output` computes all chunks at once.
+in three launches: `prepare` fills c, dt and the products C . B, which the heads of a group share; `pass`
+walks the chunks of each row, keeps the state before each and exports; `output` computes all chunks at once.
 
-Letters: T tokens, H heads, P head width, M state size, G groups, N pages, R rows, Q chunks (see `chunk_table`).
+Letters: T tokens, H heads, P head width, M state size, G groups, N pages, R rows, Q chunks (`chunk_table`).
 Traffic: 2 * H * P tokens of activations; per chunk 2 * H * P * M elements of kept states.
 Source: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, section 6 (block decomposition).
 """
@@ -23,6 +24,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +37,7 @@ from midstream.ops.case_data import chunk_pages, element_offset, poisoned_arena
 from midstream.ops.chunk_table import CHUNK
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
-from midstream.ops.ssd_step import check_ssd_args, draw_ssd, ssd_step_size
+from midstream.ops.ssd_step import SsdShape, check_ssd_args, draw_ssd, ssd_step_size
 
 _HEADS = 16  # heads of a program that accumulates decays
 _SHARED_HEADS = 4  # heads of a program that computes outputs,
@@ -77,7 +80,7 @@ def ssd_chunk_ref(
     B_heads = B.to(wide).repeat_interleave(heads // B.shape[1], 1)[:, :, None]  # [T, H, 1, M]
     C_heads = C.to(wide).repeat_interleave(heads // C.shape[1], 1)[:, :, None]
     skip = D.to(wide)[:, None] * x.to(wide)
-    for row, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for row, (first, last) in enumerate(pairwise(bounds)):
         if first == last:
             continue
         source = int(read_page[row])
@@ -93,7 +96,9 @@ def ssd_chunk_ref(
 
 
 @triton.jit
-def _store_scores(score_ptr, B_ptr, C_ptr, B_stride, C_stride, token, live, M, M_TILE: tl.constexpr):
+def _store_scores(
+    score_ptr, B_ptr, C_ptr, B_stride, C_stride, token, live, M, M_TILE: tl.constexpr
+):
     """C[t] . B[s] for all pairs of the chunk's tokens."""
     scores = tl.zeros([_CHUNK, _CHUNK], tl.float32)
     for first in tl.range(0, M, M_TILE):
@@ -193,7 +198,7 @@ def _pass_kernel(
     M_TILE: tl.constexpr,
     ALIGN: tl.constexpr,  # elements on which pages and regions start
 ):
-    """One program per row and tile [P_TILE, M_TILE] of a head's state; it alone touches that tile of the row."""
+    """One program per row and tile [P_TILE, M_TILE] of a head's state, which no other program touches."""
     P_TILES: tl.constexpr = (P + P_TILE - 1) // P_TILE
     M_TILES: tl.constexpr = (M + M_TILE - 1) // M_TILE
     TILES: tl.constexpr = H * P_TILES * M_TILES
@@ -339,7 +344,7 @@ def _launch(
     whole, tiles = _tiles(x.dtype, width, size)
     p_tiles = triton.cdiv(width, tiles["P_TILE"])
     shared = 1 if chunks * heads < _MANY else math.gcd(_SHARED_HEADS, heads // groups)
-    sizes = dict(H=heads, P=width, M=size, HEADS_PER_GROUP=heads // groups)
+    sizes = {"H": heads, "P": width, "M": size, "HEADS_PER_GROUP": heads // groups}
     _prepare_kernel[(chunks * (groups + triton.cdiv(heads, _HEADS)),)](
         *sums, scores, dt, A_log, B, C, dt_bias, chunk_start, chunk_row,
         dt.stride(0), B.stride(0), C.stride(0), dt_min, dt_max,
@@ -361,7 +366,7 @@ def _launch(
 def _tiles(dtype: torch.dtype, width: int, size: int) -> tuple[int, dict[str, int]]:
     """M_TILE of the output kernel and tiles of the pass kernel.
 
-    Tensor cores take 64 x 64 tiles and all of M at once; exact fp32 products run without them, on small tiles.
+    Tensor cores take 64 x 64 tiles and all of M at once; exact fp32 products run without, on small tiles.
     """
     exact = dtype == torch.float32
     p_tile = max(16, min(16 if exact else 64, triton.next_power_of_2(width)))
@@ -377,14 +382,14 @@ def _build(
     lengths: Sequence[int],
     exports: Sequence[Sequence[int]],
     state_dtype: torch.dtype | None,
-    shape: Args,
+    shape: SsdShape,
 ) -> Args:
     """Rows as `chunk_pages` has them, then five tokens of no chunk, which are NaN."""
     plan = chunk_pages(lengths, exports)
-    start, elements = 128, shape["heads"] * shape["width"] * shape["size"]
+    start = 128
     live = plan.read_page[: len(lengths)].tolist()
-    arena = poisoned_arena(generator, plan.pages, start, elements, live, state_dtype or dtype)
-    args = draw_ssd(generator, sum(lengths) + 5, dtype, **shape)
+    arena = poisoned_arena(generator, plan.pages, start, shape.elements, live, state_dtype or dtype)
+    args = draw_ssd(generator, sum(lengths) + 5, dtype, shape)
     for name in ("x", "dt", "B", "C"):
         args[name][sum(lengths) :] = float("nan")
     return {
@@ -404,20 +409,12 @@ def _case(
     lengths: Sequence[int] = (7, 70),
     exports: Sequence[Sequence[int]] = (),
     heads: int = 2,
-    width: int = 8,
-    size: int = 16,
-    groups: int = 1,
-    gap: int = 0,
-    step: tuple[float, float] = (0.0, float("inf")),
-    log_decay: float = 0.0,
-    state_dtype: torch.dtype | None = torch.float32,
+    state_dtype: torch.dtype | None = torch.float32,  # None: that of x
+    **changes: Any,
 ) -> OpCase:
-    shape = dict(
-        heads=heads, width=width, size=size, groups=groups, gap=gap, step=step, log_decay=log_decay
-    )
+    shape = SsdShape(heads=heads, **changes)
     build = partial(_build, lengths=lengths, exports=exports, state_dtype=state_dtype, shape=shape)
-    sizes = "+".join(map(str, lengths))
-    return OpCase(f"T{sizes}-H{heads}-P{width}-M{size}-G{groups}{why}", build)
+    return OpCase(f"T{'+'.join(map(str, lengths))}-{shape}{why}", build)
 
 
 def _traffic(args: Args) -> tuple[int, int]:

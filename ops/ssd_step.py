@@ -5,17 +5,20 @@ One token of the state-space-dual recurrence (Mamba-2) per row, on paged state.
     state = exp(-exp(A_log) * dt) * state + dt * outer(x, B)
     out   = state @ C + D * x
 
-A row reads its state from `read_page` and leaves the new one in `write_page`; the two may be equal.  The clamp is
-applied to every token, in this op as in `ssd_chunk`, so that prefill and decode agree.
+A row reads its state from `read_page` and leaves the new one in `write_page`; the two may be equal.  The
+clamp is applied to every token, in this op as in `ssd_chunk`, so that prefill and decode agree.
 
-Letters: R rows, H heads, P head width, M state size, G groups of B and C (head h uses group h // (H / G)), N pages.
+Letters: R rows, H heads, P head width, M state size, G groups of B and C, N pages.  Head h uses group
+h // (H // G).
 Traffic: 2 * H * P * M elements of state per row; 5 operations per element.
 Source: Dao and Gu 2024, "Transformers are SSMs", arXiv 2405.21060, recurrent form.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -212,31 +215,41 @@ def check_ssd_args(op: str, out: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Te
             )
 
 
-def draw_ssd(
-    generator: torch.Generator,
-    tokens: int,
-    dtype: torch.dtype,
-    heads: int,
-    width: int,
-    size: int,
-    groups: int,
-    gap: int,
-    step: tuple[float, float],
-    log_decay: float,
-) -> Args:
-    """Activations and parameters of both SSD ops; a token's decay is about exp(-dt * exp(log_decay))."""
-    pitched = partial(draw_pitched, generator, tokens, dtype=dtype, gap=gap)
+@dataclass(frozen=True, slots=True)
+class SsdShape:
+    """Sizes and ranges of a random layer; a token's decay is about exp(-dt * exp(log_decay))."""
+
+    heads: int = 4
+    width: int = 8
+    size: int = 16
+    groups: int = 1
+    gap: int = 0  # elements between the rows of a view
+    step: tuple[float, float] = (0.0, float("inf"))
+    log_decay: float = 0.0
+
+    @property
+    def elements(self) -> int:
+        """Of one layer's state."""
+        return self.heads * self.width * self.size
+
+    def __str__(self) -> str:
+        return f"H{self.heads}-P{self.width}-M{self.size}-G{self.groups}"
+
+
+def draw_ssd(generator: torch.Generator, tokens: int, dtype: torch.dtype, shape: SsdShape) -> Args:
+    """Activations and parameters of both SSD ops."""
+    pitched = partial(draw_pitched, generator, tokens, dtype=dtype, gap=shape.gap)
     return {
-        "out": torch.full((tokens, heads, width), float("nan"), dtype=dtype),
-        "x": pitched(heads, width),
-        "dt": pitched(heads),
-        "A_log": draw(generator, heads, dtype=torch.float32) / 2 + log_decay,
-        "B": pitched(groups, size),
-        "C": pitched(groups, size),
-        "D": draw(generator, heads, dtype=dtype),
-        "dt_bias": draw(generator, heads, dtype=dtype) - 1,
-        "dt_min": step[0],
-        "dt_max": step[1],
+        "out": torch.full((tokens, shape.heads, shape.width), float("nan"), dtype=dtype),
+        "x": pitched(shape.heads, shape.width),
+        "dt": pitched(shape.heads),
+        "A_log": draw(generator, shape.heads, dtype=torch.float32) / 2 + shape.log_decay,
+        "B": pitched(shape.groups, shape.size),
+        "C": pitched(shape.groups, shape.size),
+        "D": draw(generator, shape.heads, dtype=dtype),
+        "dt_bias": draw(generator, shape.heads, dtype=dtype) - 1,
+        "dt_min": shape.step[0],
+        "dt_max": shape.step[1],
     }
 
 
@@ -246,17 +259,17 @@ def _build(
     device: torch.device,
     rows: int,
     state_dtype: torch.dtype | None,
-    shape: Args,
+    shape: SsdShape,
 ) -> Args:
     """Rows in turn: in place, to another page, fresh, padding."""
     pages, read_page, write_page = decode_pages(rows)
-    start, elements = 128, shape["heads"] * shape["width"] * shape["size"]
+    start = 128
     arena = poisoned_arena(
-        generator, pages, start, elements, read_page.tolist(), state_dtype or dtype
+        generator, pages, start, shape.elements, read_page.tolist(), state_dtype or dtype
     )
     return {
         "arena": arena,
-        **draw_ssd(generator, rows, dtype, **shape),
+        **draw_ssd(generator, rows, dtype, shape),
         "offset": element_offset(start),
         "read_page": read_page,
         "write_page": write_page,
@@ -266,20 +279,12 @@ def _build(
 def _case(
     why: str = "",
     rows: int = 5,
-    heads: int = 4,
-    width: int = 8,
-    size: int = 16,
-    groups: int = 1,
-    gap: int = 0,
-    step: tuple[float, float] = (0.0, float("inf")),
-    log_decay: float = 0.0,
-    state_dtype: torch.dtype | None = torch.float32,
+    state_dtype: torch.dtype | None = torch.float32,  # None: that of x
+    **changes: Any,
 ) -> OpCase:
-    shape = dict(
-        heads=heads, width=width, size=size, groups=groups, gap=gap, step=step, log_decay=log_decay
-    )
+    shape = SsdShape(**changes)
     build = partial(_build, rows=rows, state_dtype=state_dtype, shape=shape)
-    return OpCase(f"R{rows}-H{heads}-P{width}-M{size}-G{groups}{why}", build)
+    return OpCase(f"R{rows}-{shape}{why}", build)
 
 
 def _traffic(args: Args) -> tuple[int, int]:

@@ -28,26 +28,28 @@ _LEAST_MASS = tl.constexpr(1e-20)  # top_p 0 allows the likeliest tokens
 
 
 def allowed_tokens(
-    logit: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+    logit: Tensor,  # [R, L]
+    temperature: Tensor,  # f32[R]  above 0
+    top_k: Tensor,  # i32[R]  0 is off
+    top_p: Tensor,  # f32[R]  1 is off
+    min_p: Tensor,  # f32[R]  0 is off
 ) -> tuple[Tensor, Tensor]:
-    """Which tokens of one row may be drawn, and log of their weight relative to the likeliest."""
-    inverse = min(float(1 / torch.tensor(temperature)), _HOTTEST.value)
-    log_weight = (logit - logit.max().clamp(min=-LARGEST.value)) * inverse
+    """Which tokens may be drawn, and log of their weight relative to the likeliest: two [R, L]."""
+    vocabulary = logit.shape[1]
+    inverse = (1 / temperature).clamp(max=_HOTTEST.value)
+    peak = logit.amax(1, keepdim=True).clamp(min=-LARGEST.value)
+    log_weight = (logit - peak) * inverse[:, None]
     weight = log_weight.exp()
-    allowed = logit > -torch.inf
-    if 0 < top_k < len(logit):
-        allowed &= logit >= logit.topk(top_k).values[-1]
-    if top_p < 1:
-        allowed &= logit >= _crossing_logit(logit, weight.masked_fill(~allowed, 0), top_p)
-    return allowed & (weight >= min(min_p, 1.0)), log_weight
+    ranked, order = logit.sort(dim=1, descending=True)
 
+    count = torch.where((top_k > 0) & (top_k < vocabulary), top_k, vocabulary).long()
+    allowed = (logit > -torch.inf) & (logit >= ranked.gather(1, count[:, None] - 1))
 
-def _crossing_logit(logit: Tensor, weight: Tensor, top_p: float) -> Tensor:
-    """The largest logit t for which {logit >= t} holds at least top_p of the weight."""
-    order = logit.argsort(descending=True)
-    mass = weight[order].cumsum(0)
-    target = mass[-1] * max(top_p * (1 - _SUM_SLACK.value), _LEAST_MASS.value)
-    return logit[order[int((mass < target).sum().clamp(max=len(logit) - 1))]]
+    mass = weight.masked_fill(~allowed, 0).gather(1, order).cumsum(1)
+    target = mass[:, -1] * (top_p * (1 - _SUM_SLACK.value)).clamp(min=_LEAST_MASS.value)
+    crossing = (mass < target[:, None]).sum(1).clamp(max=vocabulary - 1)
+    allowed &= (logit >= ranked.gather(1, crossing[:, None])) | (top_p >= 1)[:, None]
+    return allowed & (weight >= min_p.clamp(max=1)[:, None]), log_weight
 
 
 @triton.jit

@@ -34,7 +34,8 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 
 def _compile(function: _F) -> _F:
-    return numba.njit(cache=True, nogil=True)(function)  # type: ignore[no-any-return]
+    compiled: _F = numba.njit(cache=True, nogil=True)(function)
+    return compiled
 
 
 class BlockHasher:

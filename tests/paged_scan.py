@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -89,3 +90,15 @@ class PagedScan:
                 assert torch.equal(
                     arena[page, part].view(torch.int32), before[page, part].view(torch.int32)
                 ), f"page {page} changed outside what the step writes"
+
+
+def run_programs_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make Triton's interpreter start programs from the last to the first, to show races between them."""
+    if torch.cuda.is_available():
+        pytest.skip("only the interpreter has an order of programs")
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    forwards = builder.set_grid_idx
+    monkeypatch.setattr(
+        builder, "set_grid_idx", lambda x, y, z: forwards(builder.grid_dim[0] - 1 - x, y, z)
+    )

@@ -46,27 +46,24 @@ def ssd(x: Tensor, dt: Tensor, log_decay: Tensor, B: Tensor, C: Tensor) -> Tenso
     x [R, T, H, P], B and C [R, T, M] in the dtype of the products; dt and log_decay f32[R, T, H].
     """
     rows, num_tokens, heads, width = x.shape
-    dtype, states = x.dtype, B.shape[-1]
-    num_chunks = num_tokens // CHUNK
-    B, C = B.view(rows, num_chunks, CHUNK, states), C.view(rows, num_chunks, CHUNK, states)
-    x = x.view(rows, num_chunks, CHUNK, heads, width).transpose(2, 3)  # [R, Q, H, C, P]
-    dt = dt.view(rows, num_chunks, CHUNK, heads).transpose(2, 3)  # [R, Q, H, C]
-    log_decay = log_decay.view(rows, num_chunks, CHUNK, heads).transpose(2, 3)
+    dtype, chunks = x.dtype, (rows, num_tokens // CHUNK, CHUNK)
+    x, B, C = x.view(*chunks, heads, width), B.view(*chunks, -1), C.view(*chunks, -1)
+    dt = dt.view(*chunks, heads).transpose(2, 3)  # [R, Q, H, C]
+    log_decay = log_decay.view(*chunks, heads).transpose(2, 3)
     total = log_decay.cumsum(-1)
 
-    scores = (C @ B.transpose(-1, -2))[:, :, None] * decay_matrix(log_decay) * dt[..., None, :]
-    inside = scores.to(dtype) @ x
+    scores = (C @ B.transpose(2, 3))[:, :, None] * decay_matrix(log_decay) * dt[..., None, :]
+    inside = (scores.to(dtype) @ x.transpose(2, 3)).transpose(2, 3)  # [R, Q, C, H, P]
 
-    to_end = (total[..., -1:] - total).exp() * dt
-    chunk_state = (x * to_end[..., None]).to(dtype).transpose(-1, -2) @ B[:, :, None]  # [R,Q,H,P,M]
+    to_end = ((total[..., -1:] - total).exp() * dt).transpose(2, 3)[..., None]
+    chunk_state = (x * to_end).to(dtype).flatten(3).transpose(2, 3) @ B  # [R, Q, H * P, M]
     between = decay_matrix(total[..., -1].transpose(1, 2)).to(dtype)  # [R, H, Q, Q]
-    state_after = between @ chunk_state.transpose(1, 2).flatten(3)  # [R, H, Q, P * M]
-    state_before = F.pad(state_after, (0, 0, 1, 0))[:, :, :-1]
-    state_before = state_before.reshape(rows, heads, num_chunks, width, states).transpose(1, 2)
-    carried = (C[:, :, None] @ state_before.transpose(-1, -2)) * total.exp()[..., None]
+    per_head = chunk_state.view(*chunks[:2], heads, -1)  # [R, Q, H, P * M]
+    after = (between @ per_head.transpose(1, 2)).transpose(1, 2)
+    before = F.pad(after[:, :-1], (0, 0, 0, 0, 1, 0)).reshape(chunk_state.shape)
+    carried = (C @ before.transpose(2, 3)).view_as(inside) * total.exp().transpose(2, 3)[..., None]
 
-    out = inside + carried
-    return out.transpose(2, 3).reshape(rows, num_tokens, heads, width)
+    return (inside + carried).reshape(rows, num_tokens, heads, width)
 
 
 def _norm(x: Tensor, norm: Any) -> Tensor:

@@ -85,7 +85,7 @@ def test_script_learns_and_saves_what_transformers_loads(
     train_bytes.train(model, corpus, batch, budget, progress)
     facts = train_bytes.save(model, corpus, batch, progress, tmp_path)
     assert progress.steps == 60
-    assert progress.bits < 6.5 < 8.0
+    assert progress.bits < 6.5  # log2(264) = 8.04 before training
     assert abs(facts["held_out_bits_per_byte_bfloat16"] - progress.bits) < 0.05
     assert facts == json.loads((tmp_path / "training.json").read_text())
     assert {path.name for path in tmp_path.iterdir()} == {

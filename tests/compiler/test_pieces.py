@@ -56,6 +56,7 @@ def test_equal_sizes_at_the_first_call_do_not_bind_later_calls() -> None:
     assert counter.frame_count == _LAYER_KINDS + _OTHER
 
 
+@pytest.mark.slow
 def test_more_layers_and_a_second_model_compile_apart() -> None:
     counter = CompileCounterWithBackend("eager")
     for layers in (4, 12):

@@ -31,7 +31,9 @@ def logits(model: Any) -> torch.Tensor:
     return result
 
 
-@pytest.mark.parametrize("compile_mode", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    "compile_mode", ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
 def test_undo_restores_every_attribute_and_every_bit_of_the_output(
     family: str, compile_mode: Any
 ) -> None:

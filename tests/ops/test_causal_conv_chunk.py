@@ -1,8 +1,11 @@
-"""causal_conv_chunk: kernel against float64, padding, and who may write what."""
+"""causal_conv_chunk: kernel against float64 and conv1d; continuation, exports, packing."""
 
 import pytest
 import torch
+import torch.nn.functional as F
+from paged_scan import PagedScan, run_programs_backwards
 
+from midstream.errors import ContractError
 from midstream.ops.causal_conv_chunk import causal_conv_chunk
 from midstream.ops.testing import (
     build_args,
@@ -12,26 +15,122 @@ from midstream.ops.testing import (
     op_cases,
 )
 
-CPU = torch.device("cpu")
 ids = [case.id for case in causal_conv_chunk.cases]
+CHANNELS, TAPS = 20, 4
 
 
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(causal_conv_chunk)], ids=ids)
+@pytest.fixture
+def scan(device):
+    """140 tokens of a small layer."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, bias = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((140, CHANNELS), (CHANNELS, TAPS), (CHANNELS,))
+    )
+    params = {"weight": weight, "bias": bias, "silu": True}
+    return PagedScan(causal_conv_chunk.launch, {"x": x}, params, (TAPS - 1) * CHANNELS)
+
+
+@pytest.fixture
+def window(device):
+    generator = torch.Generator().manual_seed(4)
+    return torch.randn((TAPS - 1) * CHANNELS, generator=generator).to(device)
+
+
+def conv1d(scan, tokens):
+    """torch's own convolution of a row that starts fresh."""
+    x = F.pad(scan.tokens["x"][tokens].T, (TAPS - 1, 0))
+    weight, bias = scan.params["weight"], scan.params["bias"]
+    return F.silu(F.conv1d(x, weight[:, None], bias, groups=CHANNELS)).T
+
+
+@pytest.mark.parametrize(("spec", "case"), list(op_cases(causal_conv_chunk)), ids=ids)
 def test_kernel_equals_float64_reference(spec, case, device):
     check_kernel(spec, case, torch.float32, device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(causal_conv_chunk)], ids=ids)
+@pytest.mark.parametrize(("spec", "case"), list(op_cases(causal_conv_chunk)), ids=ids)
 def test_bf16_kernel_equals_float64_reference(spec, case, device):
     check_kernel(spec, case, torch.bfloat16, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(causal_conv_chunk)], ids=ids)
+@pytest.mark.parametrize(("spec", "case"), list(op_cases(causal_conv_chunk)), ids=ids)
 def test_cpu_implementation_equals_float64_reference(spec, case, dtype):
     check_reference(spec, case, dtype)
 
 
 def test_is_a_well_formed_torch_operator():
-    check_registration(causal_conv_chunk, causal_conv_chunk.cases[0])
+    check_registration(causal_conv_chunk, causal_conv_chunk.cases[1])
+
+
+def test_every_length_equals_conv1d(scan):
+    rows = [slice(0, length) for length in (*range(1, 10), 63, 64, 65, 127, 128, 129)]
+    result = scan.run(rows)
+    for row, tokens in enumerate(rows):
+        torch.testing.assert_close(result.out[row], conv1d(scan, tokens), rtol=0.0, atol=2e-6)
+
+
+def test_ten_tokens_and_five_equal_fifteen_bit_for_bit(scan):
+    whole = scan.run([slice(0, 15)])
+    first = scan.run([slice(0, 10)])
+    second = scan.run([slice(10, 15)], states=[first.end()])
+    assert torch.equal(torch.cat([first.out[0], second.out[0]]), whole.out[0])
+    assert torch.equal(second.end(), whole.end())
+
+
+def test_single_tokens_equal_one_run_bit_for_bit(scan, window):
+    whole = scan.run([slice(0, 6)], states=[window])
+    state = window
+    for token in range(6):
+        one = scan.run([slice(token, token + 1)], states=[state])
+        assert torch.equal(one.out[0], whole.out[0][token : token + 1])
+        state = one.end()
+    assert torch.equal(state, whole.end())
+
+
+def test_exports_inside_a_row_equal_the_state_of_a_run_that_ends_there(scan, window):
+    ends = [1, 2, 3, 4, 37, 64, 66]
+    cut = scan.run([slice(0, 70)], exports=[(0, at) for at in ends], states=[window])
+    alone = scan.run([slice(0, at) for at in ends], states=[window] * len(ends))
+    for row, at in enumerate(ends):
+        assert torch.equal(cut.states[0, at], alone.end(row))
+
+
+def test_packed_rows_equal_single_runs_bit_for_bit(scan, window):
+    rows = [slice(5, 6), slice(6, 9), slice(20, 84), slice(0, 65), slice(90, 97)]
+    states = [window, None, window, None, window]
+    packed = scan.run(rows, states=states)
+    for row, tokens in enumerate(rows):
+        alone = scan.run([tokens], states=[states[row]])
+        assert torch.equal(packed.out[row], alone.out[0])
+        assert torch.equal(packed.end(row), alone.end())
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 70])
+def test_a_row_may_end_in_the_page_that_it_read(scan, window, length):
+    exports = [(0, at) for at in (1, 2) if at < length]
+    apart = scan.run([slice(0, length)], exports, states=[window])
+    same = scan.run([slice(0, length)], exports, states=[window], in_place=True)
+    assert torch.equal(apart.out[0], same.out[0])
+    for key, state in apart.states.items():
+        assert torch.equal(state, same.states[key])
+
+
+@pytest.mark.parametrize("length", [3, 70])
+def test_the_order_of_programs_does_not_matter(scan, window, length, monkeypatch):
+    exports = [(0, at) for at in (1, 2)]
+    forwards = scan.run([slice(0, length)], exports, states=[window], in_place=True)
+    run_programs_backwards(monkeypatch)
+    backwards = scan.run([slice(0, length)], exports, states=[window], in_place=True)
+    assert torch.equal(forwards.out[0], backwards.out[0])
+    for key, state in forwards.states.items():
+        assert torch.equal(state, backwards.states[key])
+
+
+def test_weights_with_distant_taps_are_refused():
+    args = build_args(causal_conv_chunk.cases[0], torch.float32, torch.device("cpu"))
+    distant = args["weight"].T.contiguous().T
+    with pytest.raises(ContractError, match="adjacent taps"):
+        causal_conv_chunk.launch(**args | {"weight": distant})

@@ -48,6 +48,17 @@ def test_takes_the_views_that_attention_makes(write, device):
             assert torch.equal(region[page, 1, place], args["value"][token])
 
 
+@pytest.mark.gpu
+def test_page_beyond_2_31_elements_is_written_and_its_alias_is_not(device):
+    """After a wrap at 2**31 elements, page 2049 of 2**20 elements each would be page 1."""
+    arena = torch.zeros(2050, 2**20, dtype=torch.bfloat16, device=device)
+    key, value = torch.ones(2, 1, 2, 16, dtype=torch.bfloat16, device=device)
+    slot = torch.tensor([2049 * 4 + 3], dtype=torch.int32, device=device)
+    kv_write.launch(arena, key, value, torch.tensor([64], device=device), slot, 4)
+    assert arena[1].count_nonzero() == 0
+    assert arena[2049].count_nonzero() == 64
+
+
 def test_refuses_pages_that_do_not_start_on_128_bytes():
     args = build_args(kv_write.cases[0], torch.float32, CPU)
     args["arena"] = args["arena"][:, :-1].contiguous()

@@ -116,6 +116,21 @@ def test_output_may_be_a_slice_of_a_wider_buffer(attend, device):
     assert (wide[:, :, want.shape[2] :] == 7).all()
 
 
+@pytest.mark.gpu
+def test_page_beyond_2_31_elements_equals_a_low_page(device):
+    """After a wrap at 2**31 elements, page 2049 of 2**20 elements each would be page 1."""
+    args = build_args(BASE, torch.bfloat16, device)
+    small, page_size = args["arena"], args["arena"].shape[1]
+    paged_attention_decode.launch(**args)
+    want = args["out"].clone()
+    args["arena"] = torch.full((2050, 2**20), torch.nan, dtype=torch.bfloat16, device=device)
+    top = 2050 - len(small)
+    args["arena"][top:, :page_size] = small
+    args["kv_table"] += top
+    paged_attention_decode.launch(**args)
+    assert torch.equal(args["out"], want)
+
+
 def test_refuses_heads_that_cannot_be_shared_evenly():
     args = build_args(BASE, torch.float32, CPU)
     with pytest.raises(ContractError, match="4 query heads and 3 KV heads"):

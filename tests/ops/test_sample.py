@@ -83,10 +83,10 @@ def test_draws_follow_the_filtered_softmax(seeds, filters):
 @pytest.mark.parametrize("draw", PATHS, ids=path_ids)
 def test_a_row_draws_the_same_token_alone_and_among_others(draw, device):
     """Only the slot's parameters and the position matter, neither the row nor its neighbours."""
-    case = CASES["R6-L300-all-filters"]
+    case = CASES["R4-L300-all-filters"]
     together = build_args(case, torch.float32, device)
     draw(**together)
-    for row in range(3, 6):
+    for row in (2, 3):
         alone = build_args(case, torch.float32, device)
         for name in ("logits", "row_slot", "row_sample"):
             alone[name] = alone[name][row : row + 1].contiguous()
@@ -120,10 +120,10 @@ def test_counts_advance_for_all_live_rows_and_for_no_other_slot(draw, device):
 
 @pytest.mark.parametrize("draw", PATHS, ids=path_ids)
 def test_greedy_takes_the_lowest_of_equal_logits(draw, device):
-    args = build_args(CASES["R6-L300-greedy"], torch.float32, device)
+    args = build_args(CASES["R4-L300-greedy"], torch.float32, device)
     args["logits"][:, [7, 40, 299]] = 99.0
     draw(**args)
-    assert args["token"][2:6].tolist() == [7, 7, 7, 7]
+    assert args["token"][2:4].tolist() == [7, 7]
 
 
 @pytest.mark.parametrize("draw", PATHS, ids=path_ids)
@@ -149,15 +149,15 @@ def test_stop_ids_are_refused_only_below_the_minimal_position(draw, temperature,
 @pytest.mark.parametrize("draw", PATHS, ids=path_ids)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=["nan", "inf", "-inf"])
 def test_a_row_of_one_odd_value_gives_a_token_in_range(draw, value, device):
-    args = build_args(CASES["R6-L300-all-filters"], torch.float32, device)
+    args = build_args(CASES["R4-L300-all-filters"], torch.float32, device)
     args["logits"].fill_(value)
     draw(**args)
-    token = args["token"][2:6]
+    token = args["token"][2:4]
     assert ((token >= 0) & (token < 300)).all()
-    assert args["logprob"][2:6].isnan().all()
+    assert args["logprob"][2:4].isnan().all()
 
 
 def test_refuses_fewer_rows_of_logits_than_rows():
     args = build_args(BASE, torch.float32, CPU)
-    with pytest.raises(ContractError, match="expected .at least 9 rows, vocabulary."):
+    with pytest.raises(ContractError, match=r"expected \[at least 9 rows, vocabulary\]"):
         sample.launch(**{**args, "rows": 9})

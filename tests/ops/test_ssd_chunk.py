@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from paged_scan import PagedScan
+from paged_scan import PagedScan, run_programs_backwards
 
 from midstream.errors import ContractError
 from midstream.ops.ssd_chunk import ssd_chunk
-from midstream.ops.ssd_step import draw_ssd
+from midstream.ops.ssd_step import SsdShape, draw_ssd
 from midstream.ops.testing import (
     build_args,
     check_kernel,
@@ -16,19 +16,18 @@ from midstream.ops.testing import (
 )
 
 ids = [case.id for case in ssd_chunk.cases]
-HEADS, WIDTH, SIZE = 2, 8, 16
+HEADS = 2
 
 
-def make_scan(call, device, log_decay=0.0, step=(0.0, float("inf")), **changes):
+def make_scan(call, device, step=(0.0, float("inf")), **changes):
     """140 tokens of a small layer."""
-    shape = dict(heads=HEADS, width=WIDTH, size=SIZE, groups=1, gap=0)
-    generator = torch.Generator().manual_seed(3)
-    args = draw_ssd(generator, 140, torch.float32, **shape, step=step, log_decay=log_decay)
+    shape = SsdShape(heads=HEADS, step=step)
+    args = draw_ssd(torch.Generator().manual_seed(3), 140, torch.float32, shape)
     args |= changes
     del args["out"]
     args = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in args.items()}
     tokens = {name: args.pop(name) for name in ("x", "dt", "B", "C")}
-    return PagedScan(call, tokens, args, HEADS * WIDTH * SIZE)
+    return PagedScan(call, tokens, args, shape.elements)
 
 
 def assert_close(have, want):
@@ -103,6 +102,18 @@ def test_a_row_may_end_in_the_page_that_it_read(device):
     assert torch.equal(apart.end(), same.end())
 
 
+def test_the_order_of_programs_does_not_matter(device, monkeypatch):
+    scan = make_scan(ssd_chunk.launch, device)
+    rows, exports = [slice(0, 40), slice(0, 9)], [(0, 4), (1, 2)]
+    state = torch.ones(scan.size, device=device)
+    forwards = scan.run(rows, exports, states=[state, state], in_place=True)
+    run_programs_backwards(monkeypatch)
+    backwards = scan.run(rows, exports, states=[state, state], in_place=True)
+    for key, want in forwards.states.items():
+        assert torch.equal(backwards.states[key], want)
+    assert torch.equal(torch.cat(forwards.out), torch.cat(backwards.out))
+
+
 def test_steps_below_the_clamp_are_raised_to_it(device):
     low = make_scan(ssd_chunk.launch, device, step=(0.01, 0.5), dt_bias=torch.full((HEADS,), -12.0))
     flat = make_scan(ssd_chunk.launch, device, step=(0.01, 0.01))
@@ -111,7 +122,7 @@ def test_steps_below_the_clamp_are_raised_to_it(device):
 
 def test_a_decay_of_1e_12_per_token_stays_exact_and_finite(device):
     # softplus(27.6) * exp(0) = 27.6 = -log(1e-12)
-    extreme = dict(A_log=torch.zeros(HEADS), dt_bias=torch.full((HEADS,), 27.6))
+    extreme = {"A_log": torch.zeros(HEADS), "dt_bias": torch.full((HEADS,), 27.6)}
     rows = [slice(0, 64)]
     have = make_scan(ssd_chunk.launch, device, **extreme).run(rows)
     want = make_scan(ssd_chunk.reference, "cpu", **extreme).run(rows)

@@ -25,6 +25,15 @@ def allowed_by_sorting(
     return kept
 
 
+def allowed_in_row(
+    logit: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> torch.Tensor:
+    allowed, _ = allowed_tokens(
+        logit[None], *(torch.tensor([value]) for value in (temperature, top_k, top_p, min_p))
+    )
+    return allowed[0]
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
@@ -39,7 +48,7 @@ def allowed_by_sorting(
 )
 def test_allowed_set_equals_the_one_found_by_sorting(seed, temperature, top_k, top_p, min_p):
     logit = 3 * torch.randn(60, generator=torch.Generator().manual_seed(seed))
-    allowed, _ = allowed_tokens(logit, temperature, top_k, top_p, min_p)
+    allowed = allowed_in_row(logit, temperature, top_k, top_p, min_p)
     want = allowed_by_sorting(logit, temperature, top_k, top_p, min_p)
     assert set(allowed.nonzero().flatten().tolist()) == want
 
@@ -47,11 +56,11 @@ def test_allowed_set_equals_the_one_found_by_sorting(seed, temperature, top_k, t
 def test_equal_logits_are_allowed_together():
     logit = torch.tensor([1.0, 2.0, 2.0, 2.0, 0.0])
     for top_k, top_p in ((1, 1.0), (2, 1.0), (0, 0.1)):
-        allowed, _ = allowed_tokens(logit, 1.0, top_k, top_p, 0.0)
+        allowed = allowed_in_row(logit, 1.0, top_k, top_p, 0.0)
         assert allowed.tolist() == [False, True, True, True, False]
 
 
 def test_likeliest_token_is_always_allowed():
     logit = torch.tensor([0.0, 3.0, -torch.inf])
-    allowed, _ = allowed_tokens(logit, 1.0, 1, 0.0, 1.0)
+    allowed = allowed_in_row(logit, 1.0, 1, 0.0, 1.0)
     assert allowed.tolist() == [False, True, False]

@@ -171,7 +171,7 @@ def test_keys_are_whole_hashes() -> None:
 
 def test_refuses_what_it_cannot_hash() -> None:
     hasher = BlockHasher(block=4, key=KEY)
-    with pytest.raises(ContractError, match="tokens are int64 .* np.asarray"):
+    with pytest.raises(ContractError, match=r"tokens are int64 .* np\.asarray"):
         hasher.extend(None, np.arange(4))
     with pytest.raises(ContractError, match="tokens are int32 with 2 dimensions"):
         hasher.extend(None, np.zeros((2, 4), np.int32))

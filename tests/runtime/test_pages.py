@@ -57,7 +57,7 @@ def test_pages_without_a_key_go_before_cached_ones_and_the_tail_goes_first() -> 
     assert pool.refcount(2) == 2 and not evicted
     assert 1 in pool.take(6)  # five free pages and the only cached one
     assert evicted == [1]
-    with pytest.raises(CapacityError, match="1 pages asked, 0 free and 0 cached of 9; .* release"):
+    with pytest.raises(CapacityError, match="1 pages asked, 0 free and 0 cached of 9"):
         pool.take(1)
 
 

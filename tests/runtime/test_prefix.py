@@ -71,10 +71,13 @@ def test_a_hit_is_the_largest_position_where_every_group_resumes(
     assert (found.state_page != NULL_PAGE) == (hit > 0)
 
 
+SHARED = (640, 641, 600, 512, 513, 300, 129, 128, 65, 64)
+REUSED = (576, 640, 576, 448, 512, 256, 128, 64, 64, 0)
+
+
 @pytest.mark.parametrize(
     ("shared", "hit"),
-    [(640, 576), (641, 640), (600, 576), (512, 448), (513, 512)]
-    + [(300, 256), (129, 128), (128, 64), (65, 64), (64, 0)],
+    list(zip(SHARED, REUSED, strict=True)),
 )
 def test_a_shared_prefix_is_reused_up_to_its_last_full_block(shared: int, hit: int) -> None:
     """B-3: all states of a 640-token prompt are kept; the consumer shares `shared` tokens of 641."""
