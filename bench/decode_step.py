@@ -17,14 +17,16 @@ from typing import Any
 import measure
 import numpy as np
 import pytest
-import torch
 from reference_models import Floor
 
 import midstream
-from midstream.graphs.table import GraphKey
+from midstream.graphs.table import decode_key
 
 PROMPT = 64
 BLOCK = 1024  # longer than a measurement, so that replays of one step stay inside a block
+
+
+_startup_s: dict[int, float] = {}  # of each engine, by identity
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def engine(model: Any, row_counts: list[int], state_dtype: str) -> Iterator[mids
     engine = midstream.Engine(
         model, state_block=BLOCK, max_len=4096, max_rows=max(row_counts), state_dtype=state_dtype
     )
-    engine.startup_s = time.perf_counter() - begin  # type: ignore[attr-defined]
+    _startup_s[id(engine)] = time.perf_counter() - begin
     yield engine
     engine.close()
 
@@ -62,20 +64,22 @@ def test_device(benchmark: Any, engine: midstream.Engine, rows: int, model_name:
     """Replays of one captured step."""
     handles = start_rows(engine, rows)
     runner = engine._parts.runner
-    key = GraphKey(rows)
+    key = decode_key(rows)
 
     def replay() -> None:
         if not runner.graphs.replay(key):
             runner.step.run(runner.step.stage.decode_view(rows), rows)
 
-    before = runner._logits[rows].clone() if rows in runner._logits else None
     benchmark._timer = measure.clock()
-    benchmark.pedantic(replay, iterations=10, rounds=30, warmup_rounds=2)
+    benchmark.pedantic(replay, iterations=20, rounds=30, warmup_rounds=2)
     floor = Floor.of(engine._parts.lowered.model, engine._parts.lowered.layout.page_bytes)
     measure.describe(
-        benchmark, floor.step_bytes(rows), model=model_name, rows=rows, startup_s=engine.startup_s
+        benchmark,
+        floor.step_bytes(rows),
+        model=model_name,
+        rows=rows,
+        startup_s=_startup_s[id(engine)],
     )
-    assert before is None or torch.isfinite(runner._logits[rows]).all()
     stop_rows(engine, handles)
 
 

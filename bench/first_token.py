@@ -50,7 +50,7 @@ def _check_warm_equals_cold(engine: midstream.Engine, shared: Any) -> None:
     params = midstream.SamplingParams(max_tokens=8, temperature=0.0)
     warm = next(iter(engine.generate([prompt], params)))
     cold = engine.add(prompt, params, salt=str(next(_seeds)))
-    outputs = []
+    outputs: list[midstream.Output] = []
     while engine.num_unfinished or not outputs:
         outputs += [u.output for u in engine.step() if u.output and u.handle == cold]
     assert warm.num_cached_tokens >= SHARED - 64 and outputs[0].num_cached_tokens == 0

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 import transformers
 
-_B2 = {
+_B2: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24,
     "num_attention_heads": 32, "num_key_value_heads": 8, "attn_layer_indices": [5, 13, 21],
     "mamba_n_heads": 64, "mamba_d_head": 64, "mamba_d_state": 128, "mamba_n_groups": 1, "mamba_d_conv": 4,
     "mamba_chunk_size": 256,
 }  # fmt: skip
-_Q3 = {
+_Q3: dict[str, Any] = {
     "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
     "linear_num_value_heads": 32, "num_experts": 16, "num_experts_per_tok": 4,
     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
 }  # fmt: skip
-MODELS = {
+MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "B2": (transformers.BambaConfig, transformers.BambaForCausalLM, _B2),
     "Q3": (transformers.Qwen3NextConfig, transformers.Qwen3NextForCausalLM, _Q3),
     # small enough for the CPU: shows that a suite runs, its figures mean nothing

@@ -46,7 +46,7 @@ class StepView:
     row_start: Tensor  # i32[>=R + 1]  first token of each row
     read_page: Tensor  # i32[>=R]  state page before the step, 0 for a fresh sequence
     write_page: Tensor  # i32[>=R]  state page after the step, 0 in padding
-    sample_token: Tensor  # i64[R]  last token of each row, the token whose logits are kept
+    sample_token: Tensor  # i32[R]  last token of each row, the token whose logits are kept
     chunk_start: Tensor | None = (
         None  # i32[Q + 1]  first token of each chunk; None in a decode step
     )

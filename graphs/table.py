@@ -20,10 +20,11 @@ _log = logging.getLogger("midstream.graphs")
 
 @dataclass(frozen=True, slots=True, order=True)
 class GraphKey:
-    """Padded shape of a decode step; nothing else may decide which graph is right."""
+    """Padded shape of a step.  Equal keys replay the same graph; nothing else may decide."""
 
-    rows: int  # requests, padding included
-    tokens_per_row: int = 1
+    tokens: int
+    rows: int  # requests
+    chunks: int  # 0 in a decode step, where each row has one token
 
 
 def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
@@ -34,6 +35,24 @@ def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
     """
     place = bisect_left(sizes, rows)
     return sizes[place] if place < len(sizes) else None
+
+
+def decode_key(rows: int) -> GraphKey:
+    """Key of a decode step of `rows` padded rows."""
+    return GraphKey(tokens=rows, rows=rows, chunks=0)
+
+
+def smallest_fit(needed: GraphKey, keys: Sequence[GraphKey]) -> GraphKey | None:
+    """The first of the ascending `keys` that holds a step with chunks, None if none does.
+
+    >>> keys = (GraphKey(64, 8, 18), GraphKey(128, 8, 20), GraphKey(128, 32, 68))
+    >>> smallest_fit(GraphKey(100, 3, 5), keys), smallest_fit(GraphKey(60, 9, 9), keys)
+    (GraphKey(tokens=128, rows=8, chunks=20), GraphKey(tokens=128, rows=32, chunks=68))
+    """
+    for key in keys:
+        if key.tokens >= needed.tokens and key.rows >= needed.rows and key.chunks >= needed.chunks:
+            return key
+    return None
 
 
 class GraphTable:
@@ -65,7 +84,7 @@ class GraphTable:
         """Enqueue the graph of `key`; False, and counted, where none was captured."""
         found = self._replays.get(key)
         if found is None:
-            self.count_fallback(f"no graph for {key.rows} rows")
+            self.count_fallback(f"no graph for {key.rows} rows and {key.tokens} tokens")
             return False
         found()
         self.num_replays += 1

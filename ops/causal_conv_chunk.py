@@ -226,7 +226,7 @@ def _build(
         "arena": poisoned_arena(generator, plan.pages, start, (taps - 1) * channels, live, dtype),
         "out": torch.full((tokens, channels), float("nan"), dtype=dtype),
         "x": x,
-        "weight": draw(generator, channels, taps, dtype=dtype),
+        "weight": draw_pitched(generator, channels, taps, dtype=dtype, gap=gap),
         "bias": draw(generator, channels, dtype=dtype) if options[0] else None,
         "offset": element_offset(start),
         "read_page": plan.read_page,
@@ -276,6 +276,7 @@ CASES = (
     _case(channels=20, gap=7, why="-gap"),  # no 16-byte access possible
     _case(lengths=(3, 2), channels=136),  # a partial second tile
     _case(lengths=(4, 1), taps=2),
+    _case(lengths=(4, 1), taps=3, gap=1, why="-gap"),
     _case(lengths=(4, 1), exports=((1, 2, 3),), taps=5),
     _case(lengths=(4, 1), bias=False, why="-no_bias"),
     _case(lengths=(4, 1), silu=False, why="-linear"),

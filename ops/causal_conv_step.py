@@ -168,14 +168,14 @@ def _build(
     bias: bool,
     silu: bool,
 ) -> Args:
-    """Rows in turn: in place, to another page, fresh, padding; `gap` elements between rows of x and out."""
+    """Rows in turn: in place, to another page, fresh, padding; `gap` elements of NaN between rows of x and weight."""
     pages, read_page, write_page = decode_pages(rows)
     start, size = 64, (taps - 1) * channels
     return {
         "arena": poisoned_arena(generator, pages, start, size, read_page.tolist(), dtype),
         "out": torch.full((rows, channels), float("nan"), dtype=dtype),
         "x": draw_pitched(generator, rows, channels, dtype=dtype, gap=gap),
-        "weight": draw(generator, channels, taps, dtype=dtype),
+        "weight": draw_pitched(generator, channels, taps, dtype=dtype, gap=gap),
         "bias": draw(generator, channels, dtype=dtype) if bias else None,
         "offset": element_offset(start),
         "read_page": read_page,
@@ -210,7 +210,7 @@ CASES = (
     _case(channels=20, gap=7),  # no 16-byte access possible
     _case(channels=264, gap=8),  # a partial second tile
     _case(taps=2),
-    _case(taps=3),  # taps are padded to a power of two
+    _case(taps=3, gap=1),  # taps are padded to a power of two
     _case(taps=5),
     _case(bias=False),
     _case(silu=False),

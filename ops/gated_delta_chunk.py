@@ -41,6 +41,9 @@ from midstream.ops.unit_lower_inverse import unit_lower_inverse
 _START = 192  # element at which the region of a case starts
 _SUB = 16  # side of the diagonal blocks that are inverted row by row
 _TILE_V = 32  # values that one program of the walk carries: 128 programs for one row of H=32, V=128
+_ONE_WAVE = (
+    132  # programs, one per SM: loads run ahead in all of its shared memory, else two per SM
+)
 _LOG_ZERO = (
     -110.0
 )  # exp of it is 0 in fp32; stronger decay changes nothing, and -inf would give NaN
@@ -142,17 +145,17 @@ def _solve_kernel(
     decay = tl.exp(tl.where(not_later, sum_g[:, None] - sum_g[None, :], LOG_ZERO))
     decay *= k_scale[None, :]
 
+    item = chunk.to(tl.int64) * HEADS + head
+    square = item * CHUNK * CHUNK + place[:, None] * CHUNK + place[None, :]
+    attend = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_scale[:, None]
+    attend = tl.where(not_later, attend, 0.0)
+    tl.store(attend_ptr + square, attend.to(attend_ptr.dtype.element_ty))
     alike = tl.dot(k, tl.trans(k), input_precision=PRECISION)
     lower = (beta * k_scale)[:, None] * decay * alike
     lower = tl.where(place[:, None] > place[None, :], lower, 0.0)
     solve = unit_lower_inverse(lower, CHUNK, SUB, INVERSE_PRECISION) * beta[None, :]
-    attend = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * q_scale[:, None]
-    attend = tl.where(not_later, attend, 0.0)
-
-    item = chunk.to(tl.int64) * HEADS + head
-    square = item * CHUNK * CHUNK + place[:, None] * CHUNK + place[None, :]
     tl.store(solve_ptr + square, solve.to(solve_ptr.dtype.element_ty))
-    tl.store(attend_ptr + square, attend.to(attend_ptr.dtype.element_ty))
+
     scale_at = scale_ptr + item * 4 * CHUNK + place
     tl.store(scale_at, k_scale * tl.exp(sum_g))
     tl.store(scale_at + CHUNK, q_scale * tl.exp(sum_g))
@@ -289,16 +292,17 @@ def launch_chunks(
         solve[0], solve[1], scale, q, k, g, beta, chunk_start,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), g.stride(0), beta.stride(0),
         SCALE=k.shape[2] ** -0.5, EPS=NORM_EPS, LOG_ZERO=_LOG_ZERO, SUB=_SUB,
-        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=8, **shared,
+        INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=4, **shared,
     )  # fmt: skip
     tile = min(_TILE_V, max(16, triton.next_power_of_2(width)))
+    programs = triton.cdiv(width, tile) * heads * rows
     _walk_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, solve[0], solve[1], scale, q, k, v, offset,
         read_page, chunk_start, chunk_page, row_chunk,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         V=width, ALIGN=aligned_elements(arena), BLOCK_V=tile,
-        num_warps=4, STAGES=1, **shared,
+        STAGES=5 if programs <= _ONE_WAVE else 1, num_warps=4, **shared,
     )  # fmt: skip
 
 
@@ -323,8 +327,9 @@ class _Case:
     alike: bool = False  # all keys are the same one
 
     def id(self) -> str:
-        parts = [f"T{'+'.join(map(str, self.lengths)) or 0}", f"H{self.heads}-G{self.key_heads}"]
-        parts += [f"K{self.key_width}-V{self.value_width}"]
+        rows, lengths = len(self.lengths), "+".join(map(str, self.lengths))
+        parts = [f"T{lengths or 0}" if rows <= 9 else f"R{rows}-T{sum(self.lengths)}"]
+        parts += [f"H{self.heads}-G{self.key_heads}-K{self.key_width}-V{self.value_width}"]
         parts += [f"exports{len(self.exports)}"] if self.exports else []
         parts += [f"gap{self.gap}"] if self.gap else []
         parts += [f"decay{self.decay:g}"] if self.decay is not None else []
@@ -387,7 +392,8 @@ _CASES = (
     _Case(decay=0.0),
     _Case(alike=True, decay=1.0),  # powers of the triangular matrix would overflow fp32
     _Case(state_dtype=None, exports=((1, 9),)),  # bf16 pages with bf16 activations
-    _Case(lengths=(70,), key_heads=1, key_width=128, value_width=128),  # widths of qwen3_next
+    _Case(lengths=(70,), key_width=128, value_width=128),  # widths of qwen3_next
+    _Case(lengths=(1,) * 34, heads=1, key_width=128, value_width=128),  # more than one wave
 )
 
 gated_delta_chunk = define_op(

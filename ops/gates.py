@@ -1,8 +1,8 @@
 """
 Compile every Triton kernel for the target GPU, without one.
 
-What it does: runs the launchers of all ops on their first and their largest case, in bf16 and fp32, on
-CPU tensors; instead of being launched, a kernel is compiled for sm_90.
+What it does: runs the launchers of all ops on their first and their two largest cases, in bf16 and
+fp32, on CPU tensors; instead of being launched, a kernel is compiled for sm_90.
 What it prints: one line per compiled kernel with the registers of a thread, the bytes that a thread
 spills and the shared memory of a block; then what failed.
 Exit status: 1 when a kernel does not compile, spills, or wants more shared memory than a block has;
@@ -156,15 +156,14 @@ def resource_usage(cubin: bytes) -> tuple[int, int]:
 
 
 def telling_cases(spec: OpSpec) -> tuple[OpCase, ...]:
-    """The base case and the one with the largest inputs."""
+    """The base case and the two with the largest inputs."""
 
     def elements(case: OpCase) -> int:
         args = build_args(case, torch.float32, torch.device("cpu"))
         return sum(value.numel() for value in args.values() if isinstance(value, torch.Tensor))
 
-    return tuple(
-        {case.id: case for case in (spec.cases[0], max(spec.cases, key=elements))}.values()
-    )
+    largest = sorted(spec.cases, key=elements)[-2:]
+    return tuple({case.id: case for case in (spec.cases[0], *largest)}.values())
 
 
 def import_all_ops() -> None:

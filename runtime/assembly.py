@@ -130,7 +130,7 @@ def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig)
         ownership=ownership,
         scheduler=scheduler,
         committer=Committer(live, ownership, scheduler),
-        runner=StepRunner(step, live, config.kv_block, config.graph_rows),
+        runner=StepRunner(step, live, config.kv_block, config.graph_rows, config.graph_chunks),
         intake=Intake(lowered.model, tokenizer, config),
         emitter=Emitter(tokenizer),
     )

@@ -1,7 +1,7 @@
 """
-What the user asked for (`EngineConfig`, None means "decide for me") and what the engine runs with (`ResolvedConfig`).
+The options of an engine: `EngineConfig` is what the user asked for, None means "decide for me".
 
-`resolve` is the only bridge; it is pure.
+`ResolvedConfig` is what the engine runs with.  `resolve` is the only bridge; it is pure.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from midstream.errors import ConfigError, UnsupportedError
+from midstream.graphs.table import GraphKey
 
 CACHE_MODES = ("none", "align")
 GRAPH_MODES = ("full", "off")
@@ -35,7 +36,7 @@ class EngineConfig:
     memory: str | int = "80%"  # of free memory, or bytes ("8GiB"), for state and KV pages
     num_state_pages: int | None = None  # None: planned from memory
     num_kv_pages: int | None = None  # None: planned from memory
-    graphs: str = "full"  # "full": decode steps are captured; "off": always eager
+    graphs: str = "full"  # "full": decode steps and short prompts are captured; "off": always eager
     migration: str = "auto"  # "copyfree", "precopy" or "auto"
     retention: str | int | None = "auto"  # every state_block boundary is kept, whatever this says
     state_dtype: str = "float32"  # of recurrent (temporal) state
@@ -67,7 +68,8 @@ class ResolvedConfig:
     max_len: int
     num_state_pages: int
     num_kv_pages: int
-    graph_rows: tuple[int, ...]  # captured batch sizes, ascending; empty: no graphs
+    graph_rows: tuple[int, ...]  # captured decode steps by rows, ascending; empty: no graphs
+    graph_chunks: tuple[GraphKey, ...]  # captured steps with prompt chunks, ascending
     migration: str
     state_dtype: torch.dtype
     compile: str
@@ -127,6 +129,7 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
     check_options(config)
     num_state, num_kv = plan_pages(config, limits, free_bytes)
     kv_tokens = (num_kv - 1) * config.kv_block
+    captured = config.graphs == "full"
     known = [n for n in (config.max_len, limits.max_positions) if n is not None]
     if config.max_len is not None and limits.max_positions not in (None, 0):
         _at_most("max_len", config.max_len, limits.max_positions or 0, "positions of the model")
@@ -141,9 +144,8 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
         max_len=min([*known, kv_tokens]),
         num_state_pages=num_state,
         num_kv_pages=num_kv,
-        graph_rows=ladder(min(config.max_rows, config.max_step_tokens))
-        if config.graphs == "full"
-        else (),
+        graph_rows=ladder(min(config.max_rows, config.max_step_tokens)) if captured else (),
+        graph_chunks=chunk_ladder(config.max_rows, config.max_step_tokens) if captured else (),
         migration="copyfree" if config.migration == "auto" else config.migration,
         state_dtype=STATE_DTYPES[config.state_dtype],
         compile=("inductor" if limits.is_cuda else "eager")
@@ -163,6 +165,25 @@ def ladder(max_rows: int) -> tuple[int, ...]:
     """
     sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, max_rows, 32), max_rows]
     return tuple(sorted({n for n in sizes if n <= max_rows}))
+
+
+_GRAPH_TOKENS = (64, 128, 256, 512)  # longer prompts are bound by arithmetic, not by launches
+_FEW_ROWS = 8
+
+
+def chunk_ladder(max_rows: int, max_step_tokens: int) -> tuple[GraphKey, ...]:
+    """Captured steps with prompt chunks: a few rows or all of them, at rising numbers of tokens.
+
+    >>> [(key.tokens, key.rows) for key in chunk_ladder(32, 128)]
+    [(64, 8), (64, 32), (128, 8), (128, 32)]
+    """
+    keys = [
+        GraphKey(tokens, max(rows, 2), tokens // 32 + 2 * rows)
+        for tokens in _GRAPH_TOKENS
+        for rows in {min(_FEW_ROWS, max_rows), max_rows}
+        if rows <= tokens <= max_step_tokens
+    ]
+    return tuple(sorted(keys))
 
 
 def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tuple[int, int]:
@@ -189,8 +210,9 @@ def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tu
         num_state = min(wanted, left // max(limits.state_page_bytes, 1))
     if num_kv < 2 or num_state < 4:
         raise ConfigError(
-            f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages of "
-            f"{limits.state_page_bytes:,} bytes and {max(num_kv, 0)} KV pages of {limits.kv_page_bytes:,} bytes; "
+            f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
+            f"of {limits.state_page_bytes:,} bytes and {max(num_kv, 0)} KV pages of "
+            f"{limits.kv_page_bytes:,} bytes; "
             "at least 4 and 2 are needed; raise memory or lower max_rows"
         )
     return num_state, num_kv

@@ -333,11 +333,10 @@ class Engine:
             self._updates = others + [u for u in self._updates if u.handle not in mine]
 
     def _warm_up(self) -> None:
-        rows = self.config.graph_rows
-        if self._parts.lowered.device.type != "cuda" or not rows:
-            return
-        with tqdm(total=len(rows), desc="capturing decode graphs", leave=False) as bar:
-            self._parts.runner.warm_up(lambda _: bar.update())
+        runner = self._parts.runner
+        if runner.graph_keys:
+            with tqdm(total=len(runner.graph_keys), desc="capturing graphs", leave=False) as bar:
+                runner.warm_up(lambda _: bar.update())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -1,4 +1,4 @@
-"""Turns what a user passes into requests, refusing what can never work, and finished requests into outputs."""
+"""Turns what a user passes into requests, refusing what can never work, and requests into outputs."""
 
 from __future__ import annotations
 

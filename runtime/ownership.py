@@ -8,8 +8,6 @@ coming step: it goes to the plan's `released` list and is given back when that s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from midstream.errors import CapacityError
 from midstream.runtime.live import LiveTable
 from midstream.runtime.pages import PagePool
@@ -112,10 +110,10 @@ class PageOwnership:
         table: str,
         slot: int,
         first_col: int,
-        pages: Iterable[int],
+        pages: list[int],
         deltas: dict[int, int],
     ) -> None:
         mirror = self.live.kv_table if table == "kv_table" else self.live.state_table
-        for col, page in enumerate(pages, first_col):
-            mirror[slot, col] = page
-            deltas[self.layout.index(table, slot, col)] = page
+        mirror[slot, first_col : first_col + len(pages)] = pages
+        start = self.layout.index(table, slot, first_col)
+        deltas.update(zip(range(start, start + len(pages)), pages, strict=True))

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from midstream.compiler.context import StepView
 from midstream.graphs.capture import GraphCapture, check_addresses
-from midstream.graphs.table import GraphKey, GraphTable, padded_rows
+from midstream.graphs.table import GraphKey, GraphTable, decode_key, padded_rows, smallest_fit
 from midstream.runtime.commit import StepResult
 from midstream.runtime.device_step import DeviceStep
 from midstream.runtime.live import LiveTable
@@ -48,30 +49,41 @@ class StepRunner:
     """Stages a plan, replays its graph or runs it eagerly, and sends the results back."""
 
     def __init__(
-        self, step: DeviceStep, live: LiveTable, kv_block: int, graph_rows: tuple[int, ...]
+        self,
+        step: DeviceStep,
+        live: LiveTable,
+        kv_block: int,
+        graph_rows: tuple[int, ...],
+        graph_chunks: tuple[GraphKey, ...],
     ) -> None:
+        """`graph_rows` and `graph_chunks`: the steps that are captured, ascending."""
         self.step = step
         self.live = live
         self.kv_block = kv_block
         self.device = step.slots.flat.device
+        pinned = self.device.type == "cuda"
         self.graph_rows = graph_rows
+        self.graph_chunks = graph_chunks if pinned else ()
         self.graphs = GraphTable(self._capture)
-        self._views = {rows: step.stage.decode_view(rows) for rows in self._decode_sizes()}
-        self._logits: dict[int, Tensor] = {}  # of captured steps, by rows
+        self._logits: dict[GraphKey, Tensor] = {}  # of captured steps
         self._bound = step.addresses()
         self._parameters = step.parameter_addresses()
-        pinned = self.device.type == "cuda"
         self._areas = [self._new_area(pinned) for _ in range(_NUM_RESULTS)]
         self._turn = 0
         self._capturing = GraphCapture(self.device) if pinned and graph_rows else None
 
-    def warm_up(self, on_captured: Callable[[int], None]) -> None:
-        """Capture the ladder.  All rows are padding meanwhile: no page and no slot changes."""
+    def warm_up(self, on_captured: Callable[[GraphKey], None]) -> None:
+        """Capture all keys.  All rows are padding meanwhile: no page and no slot changes."""
+        if self._capturing is not None:
+            self._blank_stage()
+            self.graphs.warm_up(self.graph_keys, on_captured)
+
+    @property
+    def graph_keys(self) -> list[GraphKey]:
+        """The steps that are captured; none without a GPU."""
         if self._capturing is None:
-            return
-        self._blank_stage()
-        keys = [GraphKey(rows) for rows in self.graph_rows]
-        self.graphs.warm_up(keys, lambda key: on_captured(key.rows))
+            return []
+        return [*map(decode_key, self.graph_rows), *self.graph_chunks]
 
     def recapture_if_moved(self) -> None:
         """After the weights changed: graphs hold addresses, so capture again if any moved."""
@@ -80,7 +92,7 @@ class StepRunner:
             self.graphs.clear()
             self._logits.clear()
             self._parameters = found
-            self.warm_up(lambda rows: None)
+            self.warm_up(lambda key: None)
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Enqueue a step.  Waits for nothing."""
@@ -105,31 +117,44 @@ class StepRunner:
             area.best_logprob[:rows, :best].numpy() if best else None,
         )
 
-    def _decode_sizes(self) -> tuple[int, ...]:
-        return self.graph_rows or (self.step.stage.limits.max_rows,)
-
     def _launch_decode(self, plan: StepPlan) -> tuple[int, Tensor]:
         step = self.step
         rows = padded_rows(plan.num_rows, self.graph_rows) or plan.num_rows
         step.stage.write_decode(
             plan, self.live, step.state_block, self.kv_block, step.precopy, rows
         )
-        if self._capturing is not None and self.graphs.replay(GraphKey(rows)):
-            return rows, self._logits[rows]
-        if self._capturing is None:
-            self.graphs.count_fallback(
-                "graphs are off" if self.device.type == "cuda" else "no CUDA device"
-            )
-        view = self._views.get(rows)
-        return rows, step.run(step.stage.decode_view(rows) if view is None else view, rows)
+        return rows, self._replay_or_run(decode_key(rows))
 
     def _launch_chunks(self, plan: StepPlan) -> tuple[int, Tensor]:
         step = self.step
-        self.graphs.count_fallback("the step has prompt chunks")
-        shape = step.stage.write_chunks(
-            plan, self.live, step.state_block, self.kv_block, step.precopy
+        key = step.stage.write_chunks(
+            plan, self.live, step.state_block, self.kv_block, step.precopy, self._pad
         )
-        return shape.rows, step.run(step.stage.chunk_view(shape), shape.rows)
+        return key.rows, self._replay_or_run(key)
+
+    def _pad(self, needed: GraphKey) -> GraphKey:
+        """The captured shape that holds a step with chunks, else the smallest that compiled code takes."""
+        fit = smallest_fit(needed, self.graph_chunks)
+        if fit is not None:
+            return fit
+        tokens = max(8, -(-needed.tokens // 8) * 8)
+        return GraphKey(tokens, max(needed.rows, 2), max(needed.chunks, 2))
+
+    def _replay_or_run(self, key: GraphKey) -> Tensor:
+        """Enqueue the staged step; returns its logits."""
+        if self._capturing is None:
+            cause = "graphs are off" if self.device.type == "cuda" else "no CUDA device"
+            self.graphs.count_fallback(cause)
+        elif key in self._logits or not key.chunks:
+            if self.graphs.replay(key):
+                return self._logits[key]
+        else:
+            self.graphs.count_fallback("more prompt tokens than any graph has")
+        return self.step.run(self._view(key), key.rows)
+
+    def _view(self, key: GraphKey) -> StepView:
+        stage = self.step.stage
+        return stage.chunk_view(key) if key.chunks else stage.decode_view(key.rows)
 
     def _flush_deltas(self, plan: StepPlan) -> None:
         """Send deltas that do not fit into the step's own copy ahead of it."""
@@ -156,21 +181,19 @@ class StepRunner:
 
     def _capture(self, key: GraphKey) -> Callable[[], None]:
         assert self._capturing is not None
-        view = self.step.stage.decode_view(key.rows)
+        view = self._view(key)
 
         def run() -> None:
-            self._logits[key.rows] = self.step.run(view, key.rows)
+            self._logits[key] = self.step.run(view, key.rows)
 
-        return self._capturing.capture(run, self.step.addresses, f"decode, {key.rows} rows")
+        return self._capturing.capture(run, self.step.addresses, str(key))
 
     def _blank_stage(self) -> None:
         """Fill the device buffers with padding, so that warm-up runs touch no page and no slot."""
         fields = self.step.stage.device
-        fields["row_slot"].fill_(-1)
-        fields["decode_kv_slot"].fill_(-1)
-        for name in ("delta_count", "row_start", "read_page", "write_page", "row_sample",
-                     "decode_token_id", "decode_position"):  # fmt: skip
-            fields[name].zero_()
+        for name, field in fields.items():
+            padding = name in ("row_slot", "chunk_row", "kv_slot", "decode_kv_slot")
+            field.fill_(-1 if padding else 0)
 
     def _new_area(self, pinned: bool) -> _ResultArea:
         rows = self.step.stage.limits.max_rows

@@ -9,6 +9,7 @@ Letters: R rows, T tokens, Q chunks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from midstream.compiler.context import StepView
+from midstream.graphs.table import GraphKey
 from midstream.ops import host_rows
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.plan import StepPlan
@@ -98,15 +100,6 @@ class _Area:
         self.sent = torch.cuda.Event() if pinned else None
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkShape:
-    """Padded sizes of a chunk step."""
-
-    rows: int
-    tokens: int
-    chunks: int
-
-
 class Stage:
     """Turns plans into device buffers.  `device` holds the tensors that kernels read, at fixed addresses."""
 
@@ -117,7 +110,7 @@ class Stage:
         self.device = self._cut.of(self._flat)
         self._areas = [_Area(self._cut, device.type == "cuda") for _ in range(_NUM_AREAS)]
         self._turn = 0
-        self._every_row = torch.arange(limits.max_rows, device=device)
+        self._every_row = torch.arange(limits.max_rows, dtype=torch.int32, device=device)
 
     def write_decode(self, plan: StepPlan, live: LiveTable, block: int, kv_block: int, precopy: bool,
                      rows: int) -> None:  # fmt: skip
@@ -133,18 +126,19 @@ class Stage:
         host["row_sample"][plan.num_rows : rows] = 0
         self._send(plan.deltas, self._cut.decode_size)
 
-    def write_chunks(self, plan: StepPlan, live: LiveTable, block: int, kv_block: int, precopy: bool
-                     ) -> ChunkShape:  # fmt: skip
-        """Send a step with prompt chunks; returns its padded sizes."""
+    def write_chunks(
+        self,
+        plan: StepPlan,
+        live: LiveTable,
+        block: int,
+        kv_block: int,
+        precopy: bool,
+        pad: Callable[[GraphKey], GraphKey],
+    ) -> GraphKey:
+        """Send a step with prompt chunks, padded to the shape that `pad` gives for its own; returns that."""
         host = self._next_area().host
-        num_rows = plan.num_rows
-        rows = max(num_rows, 2)
-        row_start = host["row_start"]
+        num_rows, row_start = plan.num_rows, host["row_start"]
         num_tokens = int(host_rows.fill_row_starts(plan.num_new, row_start))
-        tokens = max(8, -(-num_tokens // 8) * 8)
-        host["row_slot"][:num_rows] = plan.slot
-        host["row_sample"][:rows] = 0
-        host["row_sample"][:num_rows] = plan.samples
         host["token_id"][:num_tokens] = -1  # decoding rows: the device knows
         for row, chunk in enumerate(plan.chunks):
             known = live.tokens[chunk.request.slot, chunk.begin : chunk.end]
@@ -157,16 +151,15 @@ class Stage:
             plan.slot, plan.num_computed, plan.num_new, live.state_col, live.resume_page,
             live.state_table, block, precopy, host["read_page"], host["write_page"],
         )  # fmt: skip
-        host_rows.pad_rows(
-            num_rows, num_tokens, host["row_slot"][:rows], row_start[: rows + 1], host["read_page"][:rows],
-            host["write_page"][:rows], host["token_id"][:tokens], host["position"][:tokens],
-            host["kv_slot"][:tokens],
+        num_chunks = _fill_chunk_tables(plan, host)
+        shape = pad(GraphKey(num_tokens, num_rows, num_chunks))
+        _fill_rows(plan, host, shape)
+        host_rows.pad_chunks(
+            num_rows, num_chunks, host["chunk_start"][: shape.chunks + 1], host["chunk_row"][: shape.chunks],
+            host["chunk_page"][: shape.chunks], host["row_chunk"][: shape.rows + 1],
         )  # fmt: skip
-        host["sample_token"][:num_rows] = row_start[1 : num_rows + 1] - 1
-        host["sample_token"][num_rows:rows] = 0
-        chunks = self._write_chunk_tables(plan, host, rows)
         self._send(plan.deltas, self._cut.size)
-        return ChunkShape(rows, tokens, chunks)
+        return shape
 
     def decode_view(self, rows: int) -> StepView:
         """The tensors of a decode step of `rows` rows; always the same addresses."""
@@ -180,7 +173,7 @@ class Stage:
             **self._row_fields(rows),
         )
 
-    def chunk_view(self, shape: ChunkShape) -> StepView:
+    def chunk_view(self, shape: GraphKey) -> StepView:
         """The tensors of a step with prompt chunks."""
         fields = self.device
         return StepView(
@@ -188,7 +181,7 @@ class Stage:
             token_id=fields["token_id"][: shape.tokens],
             position=fields["position"][: shape.tokens],
             kv_slot=fields["kv_slot"][: shape.tokens],
-            sample_token=fields["sample_token"][: shape.rows].long(),
+            sample_token=fields["sample_token"][: shape.rows],
             chunk_start=fields["chunk_start"][: shape.chunks + 1],
             chunk_row=fields["chunk_row"][: shape.chunks],
             chunk_page=fields["chunk_page"][: shape.chunks],
@@ -208,29 +201,6 @@ class Stage:
             "read_page": fields["read_page"][:rows],
             "write_page": fields["write_page"][:rows],
         }
-
-    def _write_chunk_tables(self, plan: StepPlan, host: dict[str, I32], rows: int) -> int:
-        num_rows = plan.num_rows
-        export_start = np.zeros(num_rows + 1, np.int32)
-        counts = [len(chunk.export_position) for chunk in plan.chunks]
-        export_start[1 : len(counts) + 1] = np.cumsum(counts)
-        export_start[len(counts) + 1 :] = sum(counts)
-        position = np.array([p for c in plan.chunks for p in c.export_position], np.int32)
-        page = np.array([p for c in plan.chunks for p in c.export_page], np.int32)
-        chunks = int(host_rows.fill_chunks(
-            host["row_start"], plan.num_computed, plan.num_new, host["write_page"], export_start,
-            position, page, CHUNK, host["chunk_start"], host["chunk_row"], host["chunk_page"],
-            host["row_chunk"],
-        ))  # fmt: skip
-        assert chunks != host_rows.REFUSED, (
-            "exports outside of their chunk, or more chunks than planned"
-        )
-        padded = max(chunks, 2)
-        host_rows.pad_chunks(
-            num_rows, chunks, host["chunk_start"][: padded + 1], host["chunk_row"][:padded],
-            host["chunk_page"][:padded], host["row_chunk"][: rows + 1],
-        )  # fmt: skip
-        return padded
 
     def _next_area(self) -> _Area:
         self._turn = (self._turn + 1) % _NUM_AREAS
@@ -253,3 +223,37 @@ class Stage:
         self._flat[:size].copy_(area.flat[:size], non_blocking=True)
         if area.sent is not None:
             area.sent.record()
+
+
+def _fill_chunk_tables(plan: StepPlan, host: dict[str, I32]) -> int:
+    """Cut the rows into chunks; returns their number."""
+    export_start = np.zeros(plan.num_rows + 1, np.int32)
+    counts = [len(chunk.export_position) for chunk in plan.chunks]
+    export_start[1 : len(counts) + 1] = np.cumsum(counts)
+    export_start[len(counts) + 1 :] = sum(counts)
+    position = np.array([p for c in plan.chunks for p in c.export_position], np.int32)
+    page = np.array([p for c in plan.chunks for p in c.export_page], np.int32)
+    chunks = host_rows.fill_chunks(
+        host["row_start"], plan.num_computed, plan.num_new, host["write_page"], export_start,
+        position, page, CHUNK, host["chunk_start"], host["chunk_row"], host["chunk_page"],
+        host["row_chunk"],
+    )  # fmt: skip
+    assert chunks != host_rows.REFUSED, (
+        "exports outside of their chunk, or more chunks than planned"
+    )
+    return int(chunks)
+
+
+def _fill_rows(plan: StepPlan, host: dict[str, I32], shape: GraphKey) -> None:
+    """Slots and sampling of the rows, and padding up to `shape`."""
+    num_rows, rows, tokens = plan.num_rows, shape.rows, shape.tokens
+    host["row_slot"][:num_rows] = plan.slot
+    host["row_sample"][:num_rows] = plan.samples
+    host["row_sample"][num_rows:rows] = 0
+    host["sample_token"][:num_rows] = host["row_start"][1 : num_rows + 1] - 1
+    host["sample_token"][num_rows:rows] = 0
+    host_rows.pad_rows(
+        num_rows, int(host["row_start"][num_rows]), host["row_slot"][:rows],
+        host["row_start"][: rows + 1], host["read_page"][:rows], host["write_page"][:rows],
+        host["token_id"][:tokens], host["position"][:tokens], host["kv_slot"][:tokens],
+    )  # fmt: skip

@@ -92,9 +92,9 @@ class PagedRig:
             write_page=self._static(write + pad),
             sample_token=torch.arange(len(lives) + padding),
         )
-        logits = self.lowered.forward(step)[: len(lives)]
+        logits = self._run(step)
         self._advance(lives, [1] * len(lives), write)
-        return logits
+        return logits[: len(lives)]
 
     def chunk(
         self,
@@ -115,6 +115,9 @@ class PagedRig:
         table = cut_chunks(lengths + [0] * padding, write + [0] * padding, exports, padding)
         start = torch.tensor([0, *lengths]).cumsum(0)
         tokens = torch.cat([ids for _, ids in work]).tolist()
+        last = (
+            start[-1:] + padding_tokens - 1
+        )  # padding rows sample a padding token where there is one
         step = StepView(
             kind="chunk",
             token_id=_i32(tokens + [0] * padding_tokens),
@@ -124,14 +127,20 @@ class PagedRig:
             row_start=_i32(start.tolist() + [sum(lengths)] * padding),
             read_page=self._static(read + [0] * padding),
             write_page=self._static(write + [0] * padding),
-            sample_token=torch.cat([start[1:] - 1, torch.zeros(padding, dtype=torch.int64)]),
+            sample_token=torch.cat([start[1:] - 1, last.expand(padding)]),
             chunk_start=table.chunk_start,
             chunk_row=table.chunk_row,
             chunk_page=table.chunk_page,
             row_chunk=table.row_chunk,
         )
-        logits = self.lowered.forward(step)[: len(lives)]
+        logits = self._run(step)
         self._advance(lives, lengths, write)
+        return logits[: len(lives)]
+
+    def _run(self, step: StepView) -> Tensor:
+        """Logits of all rows; those of padding must be finite too."""
+        logits = self.lowered.forward(step)
+        assert logits.isfinite().all()
         return logits
 
     def _rows(self, lives: list[Live], lengths: list[int]) -> tuple[list[int], ...]:

@@ -11,7 +11,9 @@ from midstream.errors import ConfigError
 from midstream.ops.gates import MAX_SHARED_BYTES, Compiled, import_all_ops, selected, telling_cases
 from midstream.ops.registry import OPS
 
-SOUND = Compiled("op", "_kernel", "R4", 4, registers=255, spill_bytes=0, shared_bytes=0, seconds=0.1)
+SOUND = Compiled(
+    "op", "_kernel", "R4", 4, registers=255, spill_bytes=0, shared_bytes=0, seconds=0.1
+)
 
 
 @pytest.mark.slow
@@ -41,10 +43,10 @@ def test_an_unknown_op_is_refused_with_the_known_ones():
         selected(["kv_wrote"])
 
 
-def test_the_case_with_the_largest_inputs_is_compiled():
+def test_the_first_and_the_largest_cases_are_compiled():
     import_all_ops()
-    cases = telling_cases(OPS["gated_delta_step"])
-    assert [case.id for case in cases] == ["R4-H4-G2-K16-V32", "R3-H4-G2-K128-V128"]
+    cases = [case.id for case in telling_cases(OPS["gated_delta_step"])]
+    assert (len(cases), cases[0], cases[-1]) == (3, "R4-H4-G2-K16-V32", "R3-H4-G2-K128-V128")
 
 
 def run_gates(interpret: str | None) -> subprocess.CompletedProcess:

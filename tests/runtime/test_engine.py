@@ -11,7 +11,13 @@ from tiny_models import VOCAB, build
 import midstream
 from midstream.runtime.text import ByteTokenizer
 
-OPTIONS = {"state_block": 16, "kv_block": 4, "max_rows": 8, "num_state_pages": 60, "num_kv_pages": 200}
+OPTIONS = {
+    "state_block": 16,
+    "kv_block": 4,
+    "max_rows": 8,
+    "num_state_pages": 60,
+    "num_kv_pages": 200,
+}
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -63,7 +69,9 @@ def test_the_same_prompt_again_computes_at_least_one_token(model: Any, oracle: O
     assert list(first.token_ids) == list(second.token_ids) == oracle.greedy(prompt, 8)
 
 
-def test_a_turn_that_follows_an_answer_resumes_inside_the_answer(model: Any, oracle: Oracle) -> None:
+def test_a_turn_that_follows_an_answer_resumes_inside_the_answer(
+    model: Any, oracle: Oracle
+) -> None:
     prompt = draw(30, 4)
     with guarded_engine(model, **OPTIONS) as engine:
         answer = list(serve(engine, [prompt], 40)[0].token_ids)
@@ -113,11 +121,16 @@ def test_preempted_requests_resume_and_give_the_same_tokens(
 def test_sampled_tokens_do_not_depend_on_preemption_or_company(model: Any) -> None:
     prompts = five_prompts(VOCAB)
     params = [
-        midstream.SamplingParams(max_tokens=30, temperature=1.3, top_p=0.9, top_k=50, seed=i, ignore_eos=True)
+        midstream.SamplingParams(
+            max_tokens=30, temperature=1.3, top_p=0.9, top_k=50, seed=i, ignore_eos=True
+        )
         for i in range(5)
     ]
     with guarded_engine(model, **OPTIONS) as engine:
-        alone = [next(iter(engine.generate([p], s))).token_ids for p, s in zip(prompts, params, strict=True)]
+        alone = [
+            next(iter(engine.generate([p], s))).token_ids
+            for p, s in zip(prompts, params, strict=True)
+        ]
     with guarded_engine(model, **OPTIONS | {"num_kv_pages": 60}) as engine:
         crowded = [out.token_ids for out in engine.generate(prompts, params)]
         assert engine.stats()["preemptions"] > 0
@@ -175,14 +188,20 @@ def test_min_tokens_puts_a_stop_token_off(model: Any, oracle: Oracle) -> None:
 def test_a_stop_string_ends_the_answer_and_is_not_part_of_the_text(device: torch.device) -> None:
     model = build("bamba", vocab_size=260).to(device)
     with guarded_engine(model, tokenizer=ByteTokenizer(), **OPTIONS) as engine:
-        whole = next(iter(engine.generate(["abc"], midstream.SamplingParams(max_tokens=30, temperature=0))))
+        whole = next(
+            iter(engine.generate(["abc"], midstream.SamplingParams(max_tokens=30, temperature=0)))
+        )
         assert whole.text is not None
         stop = whole.text[4:6]
         params = midstream.SamplingParams(max_tokens=30, temperature=0, stop=stop)
         updates = list(engine.stream(["abc"], params))
     output = updates[-1].output
     assert output is not None and output.finish_reason == "stop"
-    assert output.text == whole.text[: whole.text.index(stop)] == "".join(u.text or "" for u in updates)
+    assert (
+        output.text
+        == whole.text[: whole.text.index(stop)]
+        == "".join(u.text or "" for u in updates)
+    )
 
 
 def test_logprobs_are_those_of_the_full_forward(model: Any, oracle: Oracle) -> None:

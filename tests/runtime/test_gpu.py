@@ -9,10 +9,17 @@ from oracles import five_prompts, guarded_engine, serve
 from tiny_models import FAMILIES, VOCAB, build
 
 import midstream
+from midstream.graphs.table import decode_key
 
 pytestmark = pytest.mark.gpu
 
-SMALL = {"state_block": 16, "kv_block": 4, "max_rows": 8, "num_state_pages": 120, "num_kv_pages": 400}
+SMALL = {
+    "state_block": 16,
+    "kv_block": 4,
+    "max_rows": 8,
+    "num_state_pages": 120,
+    "num_kv_pages": 400,
+}
 
 
 def tokens(model: Any, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
@@ -27,7 +34,9 @@ def tokens(model: Any, prompts: list[list[int]], count: int, **options: Any) -> 
 def test_graphs_and_migration_paths_and_compilation_give_equal_tokens(family: str) -> None:
     prompts = five_prompts(VOCAB)
     runs = [
-        tokens(build(family).cuda(), prompts, 60, graphs=graphs, migration=migration, compile=compile)
+        tokens(
+            build(family).cuda(), prompts, 60, graphs=graphs, migration=migration, compile=compile
+        )
         for graphs, migration, compile in (
             ("full", "copyfree", "eager"),
             ("full", "precopy", "eager"),
@@ -43,7 +52,9 @@ def test_a_replay_is_bit_equal_to_the_same_step_run_eagerly(compile: str) -> Non
     model = build("bamba", dtype=torch.bfloat16).cuda()
     with guarded_engine(model, compile=compile, **SMALL) as engine:
         for prompt in five_prompts(VOCAB):
-            engine.add(prompt, midstream.SamplingParams(max_tokens=80, temperature=0, ignore_eos=True))
+            engine.add(
+                prompt, midstream.SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+            )
         for _ in range(12):
             engine.step()
         runner, pools = engine._parts.runner, engine._parts.pools
@@ -51,13 +62,17 @@ def test_a_replay_is_bit_equal_to_the_same_step_run_eagerly(compile: str) -> Non
         memory = [pools.temporal, pools.conv, pools.kv, step.slots.flat]
         saved = [tensor.clone() for tensor in memory]
         results = []
-        for run in (lambda: runner.graphs.replay(midstream_key(rows)),
-                    lambda: step.run(step.stage.decode_view(rows), rows)):  # fmt: skip
+        for run in (
+            lambda: runner.graphs.replay(decode_key(rows)),
+            lambda: step.run(step.stage.decode_view(rows), rows),
+        ):
             for tensor, copy in zip(memory, saved, strict=True):
                 tensor.copy_(copy)
             run()
             torch.cuda.synchronize()
-            results.append([t.clone().view(torch.uint8) for t in (*memory, step.token, step.logprob)])
+            results.append(
+                [t.clone().view(torch.uint8) for t in (*memory, step.token, step.logprob)]
+            )
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
         for handle in list(engine._requests):
             engine.abort(midstream.Handle(handle))
@@ -65,15 +80,8 @@ def test_a_replay_is_bit_equal_to_the_same_step_run_eagerly(compile: str) -> Non
             engine.step()
 
 
-def midstream_key(rows: int) -> Any:
-    from midstream.graphs.table import GraphKey
-
-    return GraphKey(rows)
-
-
 def test_no_step_waits_for_work_of_the_same_step() -> None:
-    model = build("bamba").cuda()
-    with guarded_engine(model, **SMALL) as engine:
+    with midstream.Engine(build("bamba").cuda(), **SMALL) as engine:
         params = midstream.SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
         for prompt in five_prompts(VOCAB):
             engine.add(prompt, params)
@@ -119,7 +127,9 @@ def test_bf16_error_is_at_most_one_and_a_half_times_that_of_transformers(family:
         ours.append((found - want).abs().mean().item())
         theirs.append((hf - want).abs().mean().item())
     mine, other = sum(ours) / len(ours), sum(theirs) / len(theirs)
-    print(f"{family}: mean error of the 20 best log-probabilities {mine:.5f}, transformers {other:.5f}")
+    print(
+        f"{family}: mean error of the 20 best log-probabilities {mine:.5f}, transformers {other:.5f}"
+    )
     assert mine <= 1.5 * other
 
 
