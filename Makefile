@@ -28,11 +28,11 @@ test: $(READY) $(if $(READY_OLD),test-hf-old)
 	@$(RUN) -m pytest -q
 
 # What depends on the release of transformers, again with the older one that is supported.
-test-hf-old: export PYTHONPATH := $(abspath $(VENV))/hf-$(HF_OLD)
+test-hf-old: RUN_OLD = env PYTHONPATH=$(abspath $(VENV))/hf-$(HF_OLD) $(RUN)
 test-hf-old: $(READY) $(READY_OLD)
-	@$(RUN) -c 'import transformers as t; assert t.__version__.startswith("$(HF_OLD)."), t.__version__; \
+	@$(RUN_OLD) -c 'import transformers as t; assert t.__version__.startswith("$(HF_OLD)."), t.__version__; \
 	print(f"older release: transformers {t.__version__}")'
-	@$(RUN) -m pytest -q tests/compiler tests/runtime/test_tokens.py
+	@$(RUN_OLD) -m pytest -q tests/compiler tests/runtime/test_tokens.py
 
 demo: $(READY)
 	@$(RUN) bench/demo.py

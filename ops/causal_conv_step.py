@@ -168,7 +168,7 @@ def _build(
     bias: bool,
     silu: bool,
 ) -> Args:
-    """Rows in turn: in place, to another page, fresh, padding; `gap` elements of NaN between rows of x and weight."""
+    """Rows in turn: in place, to another page, fresh, padding; `gap` NaNs between rows of x and weight."""
     pages, read_page, write_page = decode_pages(rows)
     start, size = 64, (taps - 1) * channels
     return {

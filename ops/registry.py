@@ -63,7 +63,7 @@ class OpSpec:
     name: str
     schema: str
     launch: Callable[..., None]  # Triton launcher; also runs in Triton's interpreter on CPU tensors
-    reference: Callable[..., None]  # plain torch, the definition and the CPU implementation
+    reference: Callable[..., None]  # plain torch, one token or row at a time: the definition
     cases: tuple[OpCase, ...]
     tolerance: Tolerance
     traffic: Callable[[Args], tuple[int, int]]  # -> (bytes moved, arithmetic operations)
@@ -82,6 +82,7 @@ def define_op(
     *,
     cuda: Callable[..., None],
     cpu: Callable[..., None],
+    reference: Callable[..., None] | None = None,
     fake: Callable[..., None] | None = None,
     cases: tuple[OpCase, ...],
     tolerance: Tolerance,
@@ -89,6 +90,8 @@ def define_op(
     export_alignment: int | None = None,
 ) -> OpSpec:
     """Register an op of the `midstream` namespace and return its declaration.
+
+    `reference` is the definition; it is `cpu` itself unless a quicker CPU implementation is given.
 
     The schema returns nothing: all results are mutated arguments, so the default fake does nothing.
     Raises:
@@ -106,7 +109,9 @@ def define_op(
     _LIB.impl(name, cpu, "CPU")
     torch.library.register_fake(f"midstream::{name}", fake or _writes_nothing_new, lib=_LIB)
     overload = getattr(torch.ops.midstream, name).default
-    spec = OpSpec(name, schema, cuda, cpu, cases, tolerance, traffic, export_alignment, overload)
+    spec = OpSpec(
+        name, schema, cuda, reference or cpu, cases, tolerance, traffic, export_alignment, overload
+    )
     OPS[name] = spec
     return spec
 

@@ -37,6 +37,7 @@ from midstream.ops.case_data import chunk_pages, element_offset, poisoned_arena
 from midstream.ops.chunk_table import CHUNK
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
+from midstream.ops.ssd_matmul import ssd_chunk_matmul
 from midstream.ops.ssd_step import SsdShape, check_ssd_args, draw_ssd, ssd_step_size
 
 _HEADS = 16  # heads of a program that accumulates decays
@@ -443,7 +444,8 @@ ssd_chunk = define_op(
     "Tensor D, Tensor dt_bias, float dt_min, float dt_max, Tensor offset, Tensor read_page, "
     "Tensor chunk_start, Tensor chunk_row, Tensor chunk_page, Tensor row_chunk) -> ()",
     cuda=_launch,
-    cpu=ssd_chunk_ref,
+    cpu=ssd_chunk_matmul,
+    reference=ssd_chunk_ref,
     cases=CASES,
     tolerance=Tolerance(
         {torch.float32: 2e-6, torch.bfloat16: 1e-2},

@@ -206,6 +206,11 @@ def check_ssd_args(op: str, out: Tensor, x: Tensor, dt: Tensor, B: Tensor, C: Te
             f"C {tuple(C.shape)} do not agree; expected [n, H, P] twice, [n, H], [n, G, M] twice with H a "
             "multiple of G"
         )
+    if not x.dtype == B.dtype == C.dtype:
+        raise ContractError(
+            f"{op}: x, B and C are {x.dtype}, {B.dtype}, {C.dtype}, expected one dtype; take all three from "
+            "the same projection"
+        )
     for name, tensor in (("out", out), ("x", x), ("dt", dt), ("B", B), ("C", C)):
         nested = tensor.ndim == 3 and tensor.shape[1] > 1
         if tensor.stride(-1) != 1 or (nested and tensor.stride(1) != tensor.shape[2]):

@@ -79,12 +79,12 @@ def inverse_temperature(temperature):
 
 @triton.jit
 def _largest_key(
-    logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key, target,
+    logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, target,
     BY_WEIGHT: tl.constexpr, KEY_BITS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The largest key for which the tokens at or above it weigh (or count) at least `target`.
 
-    Bisection, one bit of the key after the other; tokens below `lowest_key` do not count.
+    Bisection, one bit of the key after the other.
     """
     key = tl.full([], -(2**31), tl.int32)
     for turn in range(KEY_BITS):
@@ -94,10 +94,10 @@ def _largest_key(
             token = first + tl.arange(0, TILE)
             _, _, clean = load_logits(logits_row_ptr, token, vocabulary, stop_ptr, early)
             weight = tl.exp((clean - peak) * inverse) if BY_WEIGHT else 1.0
-            above = ordered(clean) >= tl.maximum(candidate, lowest_key)
+            above = ordered(clean) >= candidate
             sums += tl.where(above & (token < vocabulary), weight, 0.0)
         key = tl.where(tl.sum(sums, 0) >= target, candidate, key)
-    return tl.maximum(key, lowest_key)
+    return key
 
 
 @triton.jit
@@ -123,7 +123,7 @@ def lowest_allowed_key(
     lowest_key = tl.full([], -(2**31), tl.int32)
     if (top_k > 0) & (top_k < vocabulary):
         lowest_key = _largest_key(
-            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key,
+            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak,
             top_k.to(tl.float32), False, KEY_BITS, TILE,
         )  # fmt: skip
     if top_p < 1.0:
@@ -131,8 +131,10 @@ def lowest_allowed_key(
             logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key, TILE
         )
         target = total * tl.maximum(top_p * (1.0 - _SUM_SLACK), _LEAST_MASS)
-        lowest_key = _largest_key(
-            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak, lowest_key,
+        crossing = _largest_key(
+            logits_row_ptr, vocabulary, stop_ptr, early, inverse, peak,
             target, True, KEY_BITS, TILE,
         )  # fmt: skip
+        # below lowest_key the search saw too much weight: all of it lies above the target there
+        lowest_key = tl.maximum(lowest_key, crossing)
     return lowest_key

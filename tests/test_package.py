@@ -69,9 +69,9 @@ def test_setuptools_finds_every_package(tmp_path):
     assert found == {"midstream", *named}
 
 
-def test_the_first_example_of_the_readme_runs(tmp_path):
+def test_the_first_example_of_the_readme_runs():
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    done = run_python(code, tmp_path)
+    done = run_python(code)
     assert done.returncode == 0, done.stderr
     reused = [int(line.split()[0]) for line in done.stdout.splitlines()]
     assert reused[0] == 0

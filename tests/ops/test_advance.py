@@ -66,14 +66,23 @@ def test_d5_a_window_moves_even_if_the_temporal_state_is_in_place(path, device):
 @paths
 @pytest.mark.parametrize("precopy", [True, False])
 def test_a1_a_null_column_is_no_history_and_never_moves(path, precopy, device):
-    rig = Rig(path, device, block=4, slots=2, precopy=precopy)
+    rig = Rig(path, device, block=4, slots=3, precopy=precopy)
     rig.state_table[0] = 0  # every column
     rig.state_table[1, 0] = 0  # the source column
+    rig.state_table[2, 1] = 0  # the target column
     rig.state_col[:] = 0
     rig.computed[:] = 4
-    assert rig.advance({0: 1, 1: 1}).listed == []
-    assert rig.read_page.tolist() == [0, 0]
-    assert rig.write_page.tolist() == [0, 1 + rig.cols + 1]
+    assert rig.advance({0: 1, 1: 1, 2: 1}).listed == []
+    assert rig.read_page.tolist()[:2] == [0, 0]
+    assert rig.write_page.tolist() == [0, 1 + rig.cols + 1, 0]
+
+
+@paths
+def test_a_fresh_row_without_tokens_stays_fresh(path, device):
+    rig = Rig(path, device, block=4)
+    rig.advance({0: 0})
+    assert (rig.state_col.tolist(), rig.write_page.tolist()) == ([-1], [0])
+    assert rig.token_id[0] == 5
 
 
 @paths

@@ -39,7 +39,7 @@ def test_spills_and_too_much_shared_memory_are_faults():
 
 def test_an_unknown_op_is_refused_with_the_known_ones():
     import_all_ops()
-    with pytest.raises(ConfigError, match="kv_wrote.*kv_write"):
+    with pytest.raises(ConfigError, match=r"kv_wrote.*kv_write"):
         selected(["kv_wrote"])
 
 

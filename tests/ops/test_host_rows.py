@@ -182,7 +182,7 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
     )
 
 
-@pytest.mark.parametrize("block", [1, 3, 7, 48, 64, 1312])
+@pytest.mark.parametrize("block", [1, 3, 7, 49, 64, 1312])
 def test_columns_are_exact_without_a_division(block):
     compiled = njit(host_rows._col_of)
     counts = [n for k in (1, 2, 999, (2**31 - 2) // block) for n in (k * block - 1, k * block)]
