@@ -344,6 +344,7 @@ def _launch(
     incoming = torch.empty((chunks, heads, width, size), dtype=x.dtype, device=x.device)
     whole, tiles = _tiles(x.dtype, width, size)
     p_tiles = triton.cdiv(width, tiles["P_TILE"])
+    regular = x.dtype != torch.float32 and size == whole and width % tiles["P_TILE"] == 0
     shared = 1 if chunks * heads < _MANY else math.gcd(_SHARED_HEADS, heads // groups)
     sizes = {"H": heads, "P": width, "M": size, "HEADS_PER_GROUP": heads // groups}
     _prepare_kernel[(chunks * (groups + triton.cdiv(heads, _HEADS)),)](
@@ -360,7 +361,7 @@ def _launch(
         out, incoming, x, C, D, *sums, scores, chunk_start, chunk_row,
         out.stride(0), x.stride(0), C.stride(0),
         **sizes, HEADS=shared, P_TILE=tiles["P_TILE"], M_TILE=whole, STAGES=2, num_warps=4,
-        maxnreg=None if x.dtype == torch.float32 else _REGISTERS,
+        maxnreg=_REGISTERS if regular else None,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from oracles import five_prompts, guarded_engine, serve
 from tiny_models import FAMILIES, VOCAB, build
+from torch.profiler import ProfilerActivity, profile
 
 import midstream
 from midstream.graphs.table import decode_key
@@ -101,6 +102,30 @@ def test_no_step_waits_for_work_of_the_same_step() -> None:
             torch.cuda.set_sync_debug_mode("default")
         print(f"launch behind a spinning kernel: {1e3 * launched:.2f} ms")
         assert not torch.cuda.current_stream().query(), "the spinning kernel is over: launch waited"
+        while engine.num_unfinished:
+            engine.step()
+
+
+def test_the_host_waits_for_events_only() -> None:
+    """A profile of 100 steps: no stream or device synchronisation, no blocking copy."""
+    with midstream.Engine(build("bamba").cuda(), **SMALL) as engine:
+        params = midstream.SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
+        for prompt in five_prompts(VOCAB):
+            engine.add(prompt, params)
+        for _ in range(6):
+            engine.step()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        with profile(activities=activities) as prof:
+            for _ in range(100):
+                engine.step()
+            calls = {"launched": engine.stats()["graph_replays"]}
+        names = {event.name for event in prof.events()}
+        assert calls["launched"] >= 100 and "cudaGraphLaunch" in names
+        # the profiler itself ends with one cudaDeviceSynchronize
+        counts = {n: sum(e.name == n for e in prof.events()) for n in names if "ynchronize" in n}
+        assert counts.pop("cudaDeviceSynchronize", 0) <= 1
+        assert set(counts) <= {"cudaEventSynchronize"}, counts
+        assert "cudaMemcpy" not in names
         while engine.num_unfinished:
             engine.step()
 
