@@ -18,6 +18,7 @@ import measure
 import numpy as np
 import reference_models
 import torch
+from torch.autograd.profiler_util import DeviceType  # type: ignore[attr-defined]
 from torch.profiler import ProfilerActivity, profile
 
 import midstream
@@ -55,7 +56,7 @@ def main() -> None:
 
 def report(events: Any, steps: int, setup: dict[str, Any]) -> None:
     """Print kernels by time per step."""
-    on_device = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    on_device = [e for e in events if e.device_type == DeviceType.CUDA]
     micros, launches = Counter[str](), Counter[str]()
     for event in on_device:
         micros[event.name[:90]] += event.time_range.elapsed_us() / steps
