@@ -25,14 +25,14 @@ endif
 # The last line is pytest's summary of the whole suite.
 test: $(READY) $(if $(READY_OLD),test-hf-old)
 	@$(RUN) -c 'import torch, transformers as t; print(f"suite: torch {torch.__version__}, transformers {t.__version__}")'
-	@$(RUN) -m pytest -q
+	@$(RUN) -m pytest
 
 # What depends on the release of transformers, again with the older one that is supported.
 test-hf-old: RUN_OLD = env PYTHONPATH=$(abspath $(VENV))/hf-$(HF_OLD) $(RUN)
 test-hf-old: $(READY) $(READY_OLD)
 	@$(RUN_OLD) -c 'import transformers as t; assert t.__version__.startswith("$(HF_OLD)."), t.__version__; \
 	print(f"older release: transformers {t.__version__}")'
-	@$(RUN_OLD) -m pytest -q tests/compiler tests/runtime/test_tokens.py
+	@$(RUN_OLD) -m pytest tests/compiler tests/runtime/test_tokens.py
 
 demo: $(READY)
 	@$(RUN) bench/demo.py
