@@ -2,8 +2,8 @@
 Moving state pages ahead of a step: what it costs when no row crosses a block boundary, and its copy rate.
 
 Physics: a move reads and writes one page, so its floor is 2 x page / copy rate; without a move there are
-only the nodes of the graph.  `nothing_crosses` runs one pass or many in a graph, each time right after a
-graph of as many one-element kernels (`empty`).  `moves` walks through more pages than the L2 cache holds.
+only the nodes of the graph.  `nothing_crosses` replays one pass or many passes, each time right after a
+graph of as many one-element kernels.  `moves` walks through more pages than the L2 cache holds.
 
     pytest bench/migration.py --benchmark-json=migration.json      (--state-dtype bfloat16)
 """
@@ -11,6 +11,8 @@ graph of as many one-element kernels (`empty`).  `moves` walks through more page
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import measure
@@ -23,7 +25,7 @@ from midstream.compiler.layout import LayerState, StateLayout
 from midstream.graphs.capture import GraphCapture
 from midstream.ops.advance import advance
 from midstream.ops.page_move import page_move
-from midstream.ops.testing import check_kernel, check_reference
+from midstream.ops.testing import check_kernel
 from midstream.runtime.device_step import DeviceStep
 from midstream.runtime.slots import SlotLayout, SlotMemory
 from midstream.runtime.stage import Stage, stage_limits
@@ -33,7 +35,7 @@ BLOCK = 64  # tokens
 ROWS = 256 if GPU else 8
 PASSES = 100 if GPU else 2  # in one graph: what a pass adds to a longer graph
 ROUNDS = 200 if GPU else 3
-POOL_BYTES = 2**32 if GPU else 2**14  # walked through by the moves of one graph
+POOL_BYTES = 2**32 if GPU else 2**14  # that the moves of one graph walk through
 
 # layers, temporal shape, channels of the convolution
 PAGES = {
@@ -44,12 +46,21 @@ PAGES = {
 TINY = (2, (2, 4, 8), 48)  # for the CPU: shows that the suite runs
 
 
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """What `page_move` reads for one step."""
+
+    source: Tensor  # i32[2, R]
+    target: Tensor  # i32[R]
+    shift: Tensor  # i32[R]
+    count: Tensor  # i32[1]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def gate() -> None:
-    """No figures unless both ops equal their references bit for bit."""
-    cases = (*op_cases(advance), *op_cases(page_move))
-    for spec, case in [pair for pair in cases if pair[1] in pair[0].cases[:2]]:
-        if GPU:
+    """No figures unless both kernels equal their references bit for bit (on the CPU they are these)."""
+    for spec in (advance, page_move) if GPU else ():
+        for case in spec.cases[:2]:
             check_kernel(spec, case, torch.bfloat16, measure.device())
 
 
@@ -57,11 +68,12 @@ def gate() -> None:
 @pytest.mark.parametrize("migration", ["copyfree", "precopy"])
 def test_nothing_crosses(benchmark: Any, state_dtype: str, migration: str, passes: int) -> None:
     """All rows in the middle of their blocks; the copy-free form has no node for moves at all."""
-    work = migrate(layout_of("B2", state_dtype), migration == "precopy")
+    work = migration_of(layout_of("B2", state_dtype), migration == "precopy")
     element = torch.zeros(1, device=measure.device())
-    replay = captured(lambda: repeat(work, passes), migration)
-    empty = captured(lambda: repeat(lambda: element.add_(1), passes), "empty")
-    now, empty_seconds = measure.clock(), list[float]()
+    replay = captured(partial(repeat, work, passes), migration)
+    empty = captured(partial(repeat, partial(element.add_, 1), passes), "empty")
+    now = measure.clock()
+    empty_seconds: list[float] = []
 
     def time_empty() -> None:
         begin = now()
@@ -70,63 +82,58 @@ def test_nothing_crosses(benchmark: Any, state_dtype: str, migration: str, passe
 
     benchmark._timer = now
     benchmark.pedantic(replay, setup=time_empty, rounds=ROUNDS, warmup_rounds=3)
-    pass_us = percentiles_us(seconds_of(benchmark), passes)
-    empty_us = percentiles_us(empty_seconds[3:], passes)
+    this, other = (percentiles_us(s, passes) for s in (seconds_of(benchmark), empty_seconds))
+    above_us = round(this["p50_us"] - other["p50_us"], 3)
     measure.describe(
-        benchmark,
-        rows=ROWS,
-        passes=passes,
-        **pass_us,
-        empty_us=empty_us,
-        above_empty_us=round(pass_us["p50_us"] - empty_us["p50_us"], 3),
+        benchmark, rows=ROWS, passes=passes, **this, empty=other, above_empty_us=above_us
     )
 
 
-@pytest.mark.parametrize(("moves", "rows"), [(1, 1), (16, 16), (4, 256)], ids=lambda n: str(n))
+@pytest.mark.parametrize("moves, among", [(1, 1), (16, 16), (4, 256)])
 @pytest.mark.parametrize("pages", PAGES)
-def test_moves(benchmark: Any, state_dtype: str, pages: str, moves: int, rows: int) -> None:
-    """`moves` of `rows` rows change their page."""
+def test_moves(benchmark: Any, state_dtype: str, pages: str, moves: int, among: int) -> None:
+    """`moves` rows among as many change their page."""
     layout = layout_of(pages, state_dtype)
     steps = max(1, POOL_BYTES // (2 * moves * layout.page_bytes))
-    arenas = layout.allocate(1 + 2 * moves * steps, measure.device())
-    for arena in arenas:
-        arena.normal_()
-    listed = move_lists(moves, steps, rows)
-    offset_and_width = layout.conv_table(measure.device())
-    replay = captured(lambda: move_all(arenas, listed, offset_and_width, layout.window_rows), pages)
-    replay()
-    assert all(same_pages(arena, listed, moves) for arena in arenas)
+    temporal, conv = layout.allocate(1 + 2 * moves * steps, measure.device())
+    listed, windows = draw_moves(moves, among, steps), layout.conv_table(measure.device())
 
+    def move_all() -> None:
+        for m in listed:
+            page_move(
+                temporal, conv, m.source, m.target, m.shift, m.count, *windows, layout.window_rows
+            )
+
+    replay = captured(move_all, pages)
+    check_moves((temporal, conv), listed, replay)
     benchmark._timer = measure.clock()
-    benchmark.pedantic(replay, iterations=5, rounds=max(3, ROUNDS // 5), warmup_rounds=1)
+    benchmark.pedantic(replay, iterations=5, rounds=max(3, ROUNDS // 2), warmup_rounds=1)
     measure.describe(
         benchmark,
         2 * moves * steps * layout.page_bytes,
-        pages=pages,
         page_bytes=layout.page_bytes,
         state_dtype=state_dtype,
-        moves=moves,
-        rows=rows,
         steps_per_replay=steps,
         **percentiles_us(seconds_of(benchmark), steps),
     )
 
 
 def layout_of(pages: str, state_dtype: str) -> StateLayout:
-    """One state page of the named kind; tiny on the CPU."""
+    """State pages of the named size; tiny on the CPU."""
     layers, temporal_shape, channels = PAGES[pages] if GPU else TINY
     states = [LayerState(i, "ssd", temporal_shape, 3, channels) for i in range(layers)]
     return StateLayout.of(states, getattr(torch, state_dtype), torch.bfloat16)
 
 
-def migrate(layout: StateLayout, precopy: bool) -> Callable[[], None]:
-    """What a decode step of ROWS rows does between its deltas and its layers, nothing crossing."""
+def migration_of(layout: StateLayout, precopy: bool) -> Callable[[], None]:
+    """What a decode step does before its layers; each of ROWS rows has one page and stays on it."""
     device, no_model = measure.device(), None
     slots = SlotMemory.allocate(SlotLayout(ROWS, state_cols=1, kv_cols=1), device)
     slots.computed.fill_(BLOCK // 2)
     slots.accepted.fill_(1)
-    slots.state_table[:, 0] = 1 + torch.arange(ROWS)
-    stage, arenas = Stage(stage_limits(ROWS, ROWS, BLOCK), device), layout.allocate(1 + ROWS, device)
+    slots.state_table[:, 0] = torch.arange(1, ROWS + 1)
+    stage = Stage(stage_limits(ROWS, ROWS, BLOCK), device)
+    arenas = layout.allocate(1 + ROWS, device)
     step = DeviceStep(no_model, slots, stage, layout, arenas, BLOCK, precopy)  # type: ignore[arg-type]
     view = stage.decode_view(ROWS)
     view.row_slot.copy_(torch.arange(ROWS))
@@ -141,26 +148,44 @@ def migrate(layout: StateLayout, precopy: bool) -> Callable[[], None]:
             )  # fmt: skip
 
     work()
-    assert int(step.num_moves) == 0 and torch.equal(view.read_page, slots.state_table[:, 0])
+    assert int(step.num_moves) == 0
+    assert torch.equal(view.read_page, slots.state_table[:, 0])
+    assert torch.equal(view.write_page, slots.state_table[:, 0])
     return work
 
 
-def move_lists(moves: int, steps: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Source i32[2, rows] and target i32[rows] pages of each step, drawn without repetition."""
-    drawn = 1 + torch.randperm(2 * moves * steps, dtype=torch.int32)
-    listed = []
-    for source, target in drawn.view(steps, 2, moves):
-        move = torch.zeros((3, rows), dtype=torch.int32)
-        move[:2, :moves], move[2, :moves] = source, target
-        move = move.to(measure.device())
-        listed.append((move[:2], move[2]))
+def draw_moves(moves: int, among: int, steps: int) -> list[Moves]:
+    """Lists of capacity `among` with `moves` entries; no page occurs twice in all steps together."""
+    device = measure.device()
+    pages = 1 + torch.randperm(2 * moves * steps, dtype=torch.int32).view(steps, 2, moves)
+    count, listed = torch.tensor([moves], dtype=torch.int32, device=device), []
+    for source, target in pages.to(device):
+        to, shift = torch.zeros((2, among), dtype=torch.int32, device=device)
+        to[:moves] = target
+        start = torch.zeros((2, among), dtype=torch.int32, device=device)
+        start[:, :moves] = source
+        listed.append(Moves(start, to, shift, count))
     return listed
 
 
-def move_all(
-    arenas: tuple[Tensor, Tensor], listed: list[tuple[Tensor, Tensor]], windows: tuple[Tensor, Tensor],
-    num_moves: Tensor, window_rows: int,
-) -> None:  # fmt: skip
-    """One `page_move` per step; no window is shifted."""
-    for source, target in listed:
-        shift = torch.zeros_like(target)
+def check_moves(
+    arenas: tuple[Tensor, Tensor], listed: list[Moves], replay: Callable[[], None]
+) -> None:
+    """Every moved page equals its source, of random content, bit for bit."""
+    for arena in arenas:
+        arena.normal_()
+    replay()
+    for m in listed:
+        used = range(int(m.count))
+        pairs = zip(m.source[0, used].tolist(), m.target[used].tolist(), strict=True)
+        assert all(torch.equal(arena[a], arena[b]) for a, b in pairs for arena in arenas)
+
+
+def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
+    """Replays `work` as one CUDA graph; on the CPU `work` itself."""
+    return GraphCapture(measure.device()).capture(work, dict, name) if GPU else work
+
+
+def repeat(work: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        work()

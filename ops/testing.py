@@ -35,13 +35,19 @@ def written_args(spec: OpSpec) -> tuple[str, ...]:
 def build_args(case: OpCase, dtype: torch.dtype, device: torch.device) -> Args:
     """The arguments of a case; equal for equal inputs.  Random data is drawn on the CPU."""
     cpu = case.build(torch.Generator().manual_seed(_SEED), dtype, torch.device("cpu"))
-    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in cpu.items()}
+    return {k: _like(v, v.dtype, device) if isinstance(v, Tensor) else v for k, v in cpu.items()}
 
 
 def expected(spec: OpSpec, args: Args) -> Args:
     """Run the reference on copies; in float64 unless the op only moves data.  Returns the arguments."""
     exact = not spec.tolerance.relative
-    copies = {k: _copy(v, exact) if isinstance(v, Tensor) else v for k, v in args.items()}
+    copies = dict(args)
+    for name, value in args.items():
+        if isinstance(value, Tensor):
+            widen = value.is_floating_point() and not exact
+            copies[name] = _like(
+                value, torch.float64 if widen else value.dtype, torch.device("cpu")
+            )
     spec.reference(**copies)
     return copies
 
@@ -66,7 +72,7 @@ def check_registration(spec: OpSpec, case: OpCase) -> None:
     """`torch.library.opcheck`: schema, mutation marks and fake agree with the implementation."""
     args = build_args(case, torch.float32, torch.device("cpu"))
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(spec.overload, (), args, test_utils=tests)
+    torch.library.opcheck(spec.overload, (), args, test_utils=tests)  # type: ignore[arg-type]
 
 
 def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> None:
@@ -78,20 +84,20 @@ def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> 
             continue
         finite = goal[goal.isfinite()]
         scale = finite.abs().max().item() if finite.numel() else 1.0
+        bound = spec.tolerance.relative[dtype] * max(scale, 1e-30)
         torch.testing.assert_close(
             have.double(),
             goal.double(),
             rtol=0.0,
-            atol=spec.tolerance.relative[dtype] * max(scale, 1e-30),
+            atol=bound,
             equal_nan=True,
-            msg=lambda text, name=name: f"{spec.name}: {name}: {text}",
+            msg=f"{spec.name}: {name} differs from the float64 reference by more than {bound:.2e}",
         )
 
 
-def _copy(tensor: Tensor, exact: bool) -> Tensor:
-    """A copy on the CPU with the same strides (ops see views with odd pitches)."""
-    dtype = torch.float64 if tensor.is_floating_point() and not exact else tensor.dtype
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy with the same strides: ops must see views with odd pitches."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return copy.copy_(tensor)
 
 

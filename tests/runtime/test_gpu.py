@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import five_prompts, guarded_engine, serve
+from oracles import Oracle, five_prompts, guarded_engine, serve
 from tiny_models import FAMILIES, VOCAB, build
 from torch.profiler import ProfilerActivity, profile
 
@@ -29,6 +29,23 @@ def tokens(model: Any, prompts: list[list[int]], count: int, **options: Any) -> 
         if options.get("graphs") == "full":
             assert engine.stats()["graph_replays"] > count // 2
         return [list(out.token_ids) for out in outputs]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_equal_full_forwards_with_graphs_on_and_off(family: str) -> None:
+    prompts, oracle = five_prompts(VOCAB), Oracle(build(family).cuda())
+    want = [oracle.greedy(prompt, 40) for prompt in prompts]
+    for options in (
+        {"graphs": "full"},
+        {"graphs": "off"},
+        {"graphs": "full", "max_step_tokens": 16},
+    ):
+        with guarded_engine(build(family).cuda(), **SMALL, **options) as engine:
+            alone = [serve(engine, [prompt], 40)[0] for prompt in prompts]
+            together = serve(engine, prompts, 40)
+        assert [list(out.token_ids) for out in alone] == want
+        assert [list(out.token_ids) for out in together] == want
+        assert all(out.num_cached_tokens >= 32 for out in alone[2:4])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
