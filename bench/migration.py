@@ -85,7 +85,7 @@ def test_nothing_crosses(benchmark: Any, state_dtype: str, migration: str, passe
     this, other = (percentiles_us(s, passes) for s in (seconds_of(benchmark), empty_seconds))
     above_us = round(this["p50_us"] - other["p50_us"], 3)
     measure.describe(
-        benchmark, rows=ROWS, passes=passes, **this, empty=other, above_empty_us=above_us
+        benchmark, None, rows=ROWS, passes=passes, **this, empty=other, above_empty_us=above_us
     )
 
 
@@ -176,8 +176,8 @@ def check_moves(
         arena.normal_()
     replay()
     for m in listed:
-        used = range(int(m.count))
-        pairs = zip(m.source[0, used].tolist(), m.target[used].tolist(), strict=True)
+        count = int(m.count)
+        pairs = zip(m.source[0, :count].tolist(), m.target[:count].tolist(), strict=True)
         assert all(torch.equal(arena[a], arena[b]) for a, b in pairs for arena in arenas)
 
 

@@ -107,7 +107,7 @@ def lower(
     compile_mode: CompileMode = "eager",
     kv_block: int = 16,
     drafts: int = 0,
-    experts: str = "batched_mm",
+    experts: str | None = None,
     backend: Backend = "inductor",
 ) -> LoweredModel:
     """Lower `model` in place and return the handle that runs and undoes it.
@@ -118,7 +118,8 @@ def lower(
         compile_mode: "eager", or "inductor" to compile each kind of layer once.
         kv_block: tokens of a KV page.
         drafts: extra rows of the convolution windows, for speculative steps.
-        experts: transformers' experts implementation; the default reads nothing on the host.
+        experts: transformers' experts implementation.  None: the one that reads nothing on the host and
+            needs the least memory, see `default_experts`.
         backend: what `torch.compile` uses when `compile_mode` is "inductor".
 
     Raises:
@@ -142,6 +143,7 @@ def lower(
     with ExitStack() as undo_on_error:
         undo_on_error.callback(changes.undo)
         attention.register()
+        experts = experts or default_experts(dtype_of(model), device_of(model))
         _set_implementations(model, changes, attention.IMPLEMENTATION, experts)
         _bind_sites(sites, layout, kv_layout, context, changes)
         if compile_mode == "inductor":
@@ -160,6 +162,16 @@ def find_sites(model: Any, family: Family) -> list[LayerSite]:
         UnsupportedError: naming the layer, when one has no lowering.
     """
     return [_find_site(layer, index, family) for index, layer in enumerate(model.base_model.layers)]
+
+
+def default_experts(dtype: torch.dtype, device: torch.device) -> str:
+    """How experts are computed.
+
+    `batched_mm` gathers the weights of the chosen experts for each token: right everywhere, but a prompt
+    of 1,000 tokens copies 1,000 times top-k experts.  `grouped_mm` sorts tokens by expert instead; on a
+    GPU and in bfloat16 its group sizes stay on the device, elsewhere transformers reads them on the host.
+    """
+    return "grouped_mm" if device.type == "cuda" and dtype == torch.bfloat16 else "batched_mm"
 
 
 def cache_argument(model: Any) -> str:
