@@ -45,6 +45,7 @@ class Committer:
         self.live = live
         self.ownership = ownership
         self.scheduler = scheduler
+        self.num_tokens = 0  # that requests got so far
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Arrival]:
         """Tokens of requests that are watched, started or finished by this step, in row order."""
@@ -66,15 +67,10 @@ class Committer:
             assert request is not None
             reason = "stop" if stopped[i] else "length" if ended[i] else None
             arrivals.append(self._arrive(request, int(rows[i]), reason, result))
+        self.num_tokens += len(rows)
         arrivals += self._commit_preempted(plan, alive, result)
-        self.ownership.state_pool.release(plan.released)
+        self.ownership.give_back(plan)
         return arrivals
-
-    def discard(self, plan: StepPlan) -> None:
-        """Give back what a step that failed was to write; nothing of it is published."""
-        for chunk in plan.chunks:
-            self.ownership.state_pool.release(chunk.export_page)
-        self.ownership.state_pool.release(plan.released)
 
     def _arrive(
         self, request: Request, row: int, reason: str | None, result: StepResult
@@ -97,6 +93,7 @@ class Committer:
                 continue
             token = int(result.token[row])
             request.outputs.append(token)
+            self.num_tokens += 1
             ended = len(request.outputs) >= request.max_tokens
             stopped = token in request.sampling.stop_ids
             reason = "stop" if stopped else "length" if ended else None
@@ -118,7 +115,6 @@ class Committer:
                 for position, page in zip(chunk.export_position, chunk.export_page, strict=True):
                     key = chunk.request.hashes[position // grid - 1]
                     own.index.publish_state(key, page, position)
-            own.state_pool.release(chunk.export_page)
         for item in plan.publications:
             if item.request.epoch == item.epoch:
                 key = item.request.hashes[item.position // grid - 1]

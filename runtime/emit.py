@@ -15,6 +15,7 @@ class _TextState:
     decoder: Decoder
     matcher: StopMatcher
     pieces: list[str] = field(default_factory=list)
+    ended: bool = False  # nothing is held back
 
 
 class Emitter:
@@ -33,6 +34,7 @@ class Emitter:
         if arrival.token_id not in request.sampling.stop_ids:
             matched = state.matcher.push(state.decoder.push(arrival.token_id))
             if matched.stop is not None:
+                state.ended = True
                 state.pieces.append(matched.text)
                 return matched.text, True
             piece = matched.text
@@ -47,12 +49,17 @@ class Emitter:
             return None
         state = self._states.pop(request.request_id, None)
         if state is None:  # nobody watched it: decode at once
-            state = self._state(request)
-            del self._states[request.request_id]
+            state = _TextState(decoder_for(self.tokenizer), StopMatcher(()))
             kept = [token for token in outputs if token not in request.sampling.stop_ids]
             state.pieces = [state.decoder.push(token) for token in kept]
-            state.pieces.append(state.decoder.finish())
+        if not state.ended:
+            state.pieces.append(self._tail(state))
         return "".join(state.pieces)
+
+    def abandon(self, request: Request) -> str | None:
+        """The text that is out of a request that failed; decodes nothing more."""
+        state = self._states.pop(request.request_id, None)
+        return None if state is None else "".join(state.pieces)
 
     def _state(self, request: Request) -> _TextState:
         state = self._states.get(request.request_id)
@@ -63,5 +70,6 @@ class Emitter:
         return state
 
     def _tail(self, state: _TextState) -> str:
+        state.ended = True
         matched = state.matcher.push(state.decoder.finish())
         return matched.text + ("" if matched.stop else state.matcher.finish())

@@ -70,7 +70,9 @@ class Intake:
             request_id=self._next_id - 1,
             prompt=tokens,
             params=params,
-            sampling=SlotSampling(params, seed, stop_ids, len(tokens) + params.min_tokens),
+            sampling=SlotSampling(
+                params, seed, stop_ids, len(tokens) + min(params.min_tokens, room)
+            ),
             max_tokens=min(params.max_tokens, room),
             priority=priority,
             root=encode_extra({} if salt is None else {"salt": salt}),

@@ -88,6 +88,14 @@ class PageOwnership:
         request.kv_pages = []
         request.running_page = request.resume_page = 0
 
+    def give_back(self, plan: StepPlan) -> None:
+        """Release what only the plan holds, once its step is committed or given up; again is no harm."""
+        for chunk in plan.chunks:
+            self.state_pool.release(chunk.export_page)
+            chunk.export_page = []
+        self.state_pool.release(plan.released)
+        plan.released = []
+
     def _moves(self, request: Request, begin: int, col: int) -> bool:
         if request.running_page == 0:
             return True

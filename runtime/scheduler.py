@@ -67,8 +67,15 @@ class Scheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        self._pass += 1
         plan = _empty_plan()
+        try:
+            return self._fill(plan)
+        except BaseException:
+            self.ownership.give_back(plan)
+            raise
+
+    def _fill(self, plan: StepPlan) -> StepPlan | None:
+        self._pass += 1
         self._extend_decoding(plan)
         budget = self.max_step_tokens - len(self._decode_rows())
         for request in [r for r in self.running if r.phase is Phase.PREFILL]:
@@ -226,7 +233,7 @@ class Scheduler:
         chunk_slots = [chunk.request.slot for chunk in plan.chunks]
         plan.slot = np.concatenate([np.array(chunk_slots, np.int32), rows])
         if not plan.num_rows:
-            self.ownership.state_pool.release(plan.released)
+            self.ownership.give_back(plan)
             return None
         plan.num_computed = live.computed[plan.slot]
         plan.num_new = np.ones(plan.num_rows, np.int32)

@@ -21,6 +21,7 @@ SMALL = {
     "num_state_pages": 120,
     "num_kv_pages": 400,
 }
+EAGER = SMALL | {"compile": "eager"}  # tests of the runtime need no compiled layers
 
 
 def tokens(model: Any, prompts: list[list[int]], count: int, **options: Any) -> list[list[int]]:
@@ -40,7 +41,7 @@ def test_tokens_equal_full_forwards_with_graphs_on_and_off(family: str) -> None:
         {"graphs": "off"},
         {"graphs": "full", "max_step_tokens": 16},
     ):
-        with guarded_engine(build(family).cuda(), **SMALL, **options) as engine:
+        with guarded_engine(build(family).cuda(), **EAGER, **options) as engine:
             alone = [serve(engine, [prompt], 40)[0] for prompt in prompts]
             together = serve(engine, prompts, 40)
         assert [list(out.token_ids) for out in alone] == want
@@ -99,7 +100,7 @@ def test_a_replay_is_bit_equal_to_the_same_step_run_eagerly(compile: str) -> Non
 
 
 def test_no_step_waits_for_work_of_the_same_step() -> None:
-    with midstream.Engine(build("bamba").cuda(), **SMALL) as engine:
+    with midstream.Engine(build("bamba").cuda(), **EAGER) as engine:
         params = midstream.SamplingParams(max_tokens=90, temperature=0, ignore_eos=True)
         for prompt in five_prompts(VOCAB):
             engine.add(prompt, params)
@@ -125,7 +126,7 @@ def test_no_step_waits_for_work_of_the_same_step() -> None:
 
 def test_the_host_waits_for_events_only() -> None:
     """A profile of 100 steps: no stream or device synchronisation, no blocking copy."""
-    with midstream.Engine(build("bamba").cuda(), **SMALL) as engine:
+    with midstream.Engine(build("bamba").cuda(), **EAGER) as engine:
         params = midstream.SamplingParams(max_tokens=150, temperature=0, ignore_eos=True)
         for prompt in five_prompts(VOCAB):
             engine.add(prompt, params)
@@ -155,7 +156,7 @@ def test_bf16_error_is_at_most_one_and_a_half_times_that_of_transformers(family:
     reference = build(family, dtype=torch.bfloat16).cuda()
     reference.load_state_dict(half.state_dict())
     ours, theirs = [], []
-    with guarded_engine(half, max_step_tokens=16, **SMALL) as engine:
+    with guarded_engine(half, max_step_tokens=16, **EAGER) as engine:
         outputs = serve(engine, five_prompts(VOCAB) * 3, 40, logprobs=20)
     for out in outputs:
         ids = torch.tensor([[*out.prompt_token_ids, *out.token_ids]], device="cuda")
