@@ -191,6 +191,7 @@ def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tu
 
     The mix: `max_rows` sequences of the longest length, but at most half of the budget, go to KV
     pages; the rest holds recurrent state, at most four checkpoints for each block of those KV pages.
+    A number of pages that is given is taken from the budget first.
 
     Raises:
         ConfigError: when the budget cannot hold one running sequence.
@@ -201,8 +202,10 @@ def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tu
     num_kv = config.num_kv_pages
     if num_kv is None:
         wanted = config.max_rows * blocks + 1
-        fits = (budget // 2) // max(limits.kv_page_bytes, 1)
-        num_kv = min(wanted, fits)
+        left = budget // 2
+        if config.num_state_pages is not None:
+            left = budget - config.num_state_pages * limits.state_page_bytes
+        num_kv = min(wanted, left // max(limits.kv_page_bytes, 1))
     num_state = config.num_state_pages
     if num_state is None:
         left = budget - num_kv * limits.kv_page_bytes
@@ -238,7 +241,7 @@ def parse_memory(memory: Any, free_bytes: int) -> int:
                 return int(float(text[: -len(unit)]) * factor)
         if text.isdecimal() and int(text) > 0:
             return int(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         pass
     raise ConfigError(
         f"Engine: memory={memory!r}; expected a share such as '80%' or an amount such as '8GiB'"

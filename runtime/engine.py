@@ -70,12 +70,16 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._lookups: OrderedDict[int, Lookup] = OrderedDict()
         self._flights: deque[InFlight] = deque()
-        self._updates: list[Update] = []
-        self._counts = dict.fromkeys(
-            ("steps", "prompt_tokens", "cached_tokens", "output_tokens"), 0
-        )
+        self._arrivals: deque[Arrival] = deque()  # committed, not yet looked at
+        self._updates: list[Update] = []  # for `step()`
+        self._inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
+        self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens"), 0)
         self._closed = False
-        self._warm_up()
+        try:
+            self._warm_up()
+        except BaseException:
+            self.close()
+            raise
 
     # -- what users call ----------------------------------------------------------------------------
 
@@ -135,13 +139,7 @@ class Engine:
     def step(self) -> list[Update]:
         """Launch the next step and return what the step before it brought.  Empty when nothing arrived."""
         self._check_open()
-        plan = self._parts.scheduler.next_step()
-        if plan is not None:
-            self._launch(plan)
-        elif not self._flights:
-            self._refuse_stuck()
-        if len(self._flights) > 1 or (plan is None and self._flights):
-            self._commit(self._flights.popleft())
+        self._turn()
         updates, self._updates = self._updates, []
         return updates
 
@@ -163,6 +161,7 @@ class Engine:
         return self._counts | {
             "waiting": len(parts.scheduler.waiting),
             "running": len(parts.scheduler.running),
+            "output_tokens": parts.committer.num_tokens,
             "preemptions": parts.scheduler.num_preemptions,
             "graph_replays": parts.runner.graphs.num_replays,
             "graph_fallbacks": dict(parts.runner.graphs.fallbacks),
@@ -196,11 +195,13 @@ class Engine:
             ContractError: while requests are unfinished; their state belongs to the old weights.
         """
         self._check_open()
-        if self._requests or self._flights:
+        if self._requests:
             raise ContractError(
                 f"Engine: weights_changed() with {len(self._requests)} unfinished requests; "
-                "finish or abort them and step() until nothing is left"
+                "expected none; finish or abort them"
             )
+        while self._flights:  # computes what nobody waits for
+            self._commit(self._flights.popleft())
         self._parts.ownership.index.reset()
         self._parts.runner.recapture_if_moved()
 
@@ -213,11 +214,13 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        while self._flights:
-            self._parts.runner.wait(self._flights.popleft())
-        self._parts.runner.graphs.clear()
-        self._parts.lowered.undo()
-        del self._parts
+        try:
+            while self._flights:
+                self._parts.runner.wait(self._flights.popleft())
+        finally:
+            self._parts.runner.graphs.clear()
+            self._parts.lowered.undo()
+            del self._parts
 
     def __enter__(self) -> Engine:
         return self
@@ -227,14 +230,33 @@ class Engine:
 
     # -- the step -------------------------------------------------------------------------------------
 
+    def _turn(self) -> None:
+        """Launch the next step and take in what the step before it brought."""
+        self._deliver()
+        plan = self._schedule()
+        if plan is not None:
+            self._launch(plan)
+        elif not self._flights:
+            self._refuse_stuck()
+        if len(self._flights) > 1 or (plan is None and self._flights):
+            self._commit(self._flights.popleft())
+
+    def _schedule(self) -> StepPlan | None:
+        scheduler = self._parts.scheduler
+        try:
+            return scheduler.next_step()
+        except BaseException as error:
+            self._fail(list(scheduler.running), error)  # which of them were moved is not known
+            raise
+
     def _launch(self, plan: StepPlan) -> None:
         parts = self._parts
-        if self._settings.poison:
-            poison_free_pages(parts)
         try:
+            if self._settings.poison:
+                poison_free_pages(parts)
             self._flights.append(parts.runner.launch(plan))
         except BaseException as error:
-            self._fail(plan, error)
+            self._give_up(plan, error)
             raise
         self._counts["steps"] += 1
         self._counts["prompt_tokens"] += sum(chunk.end - chunk.begin for chunk in plan.chunks)
@@ -242,12 +264,25 @@ class Engine:
     def _commit(self, flight: InFlight) -> None:
         try:
             result = self._parts.runner.wait(flight)
+            self._arrivals += self._parts.committer.commit(flight.plan, result)
         except BaseException as error:
-            self._fail(flight.plan, error)
+            self._give_up(flight.plan, error)
             raise
-        self._counts["output_tokens"] += int((result.token >= 0).sum())
-        for arrival in self._parts.committer.commit(flight.plan, result):
-            self._arrive(arrival)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Look at the tokens that were committed; an exception leaves the rest to the next turn."""
+        while self._arrivals:
+            arrival = self._arrivals.popleft()
+            request = arrival.request
+            try:
+                # what an exception left behind may have ended since
+                if request.request_id in self._requests:
+                    self._arrive(arrival)
+            except BaseException as error:
+                if request.request_id in self._requests:
+                    self._fail([request], error)
+                raise
 
     def _arrive(self, arrival: Arrival) -> None:
         request, reason = arrival.request, arrival.finish_reason
@@ -258,43 +293,59 @@ class Engine:
         if reason is not None:
             self._finish(request, reason, (arrival.token_id,), text)
         elif request.streamed:
-            handle = Handle(request.request_id)
-            self._updates.append(Update(handle, (arrival.token_id,), text, None))
+            self._post(request, (arrival.token_id,), text, None)
 
     def _finish(
-        self,
-        request: Request,
-        reason: str,
-        token_ids: tuple[int, ...],
-        text: str | None,
-        error: str | None = None,
+        self, request: Request, reason: str, token_ids: tuple[int, ...], text: str | None
     ) -> None:
         self._parts.scheduler.drop(request)
-        request.finish_reason, request.error = reason, error
-        output = self._parts.intake.output(
-            request, self._parts.emitter.finish(request, request.outputs)
-        )
+        try:
+            whole = self._parts.emitter.finish(request, request.outputs)
+        except BaseException as error:
+            self._fail([request], error)
+            raise
+        request.finish_reason = reason
+        self._close_request(request, token_ids, text, whole)
+
+    def _fail(self, requests: list[Request], error: BaseException | str) -> None:
+        """End requests with an error; the others go on."""
+        for request in requests:
+            self._parts.scheduler.drop(request)
+            request.finish_reason = "error"
+            request.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+            self._close_request(request, (), None, self._parts.emitter.abandon(request))
+
+    def _close_request(
+        self, request: Request, token_ids: tuple[int, ...], text: str | None, whole: str | None
+    ) -> None:
+        output = self._parts.intake.output(request, whole)
         self._counts["cached_tokens"] += output.num_cached_tokens
         del self._requests[request.request_id]
         if request.lookup is not None:
             self._lookups[request.request_id] = request.lookup
             if len(self._lookups) > _REMEMBERED:
                 self._lookups.popitem(last=False)
-        self._updates.append(Update(Handle(request.request_id), token_ids, text, output))
+        self._post(request, token_ids, text, output)
 
-    def _fail(self, plan: StepPlan, error: BaseException) -> None:
-        """A step broke: its requests end with an error, the others go on."""
+    def _post(
+        self, request: Request, token_ids: tuple[int, ...], text: str | None, output: Output | None
+    ) -> None:
+        """Report to the generator that asked for the request, else to `step()`."""
+        inbox = self._inboxes.get(request.request_id)
+        to = self._updates if inbox is None else inbox
+        to.append(Update(Handle(request.request_id), token_ids, text, output))
+
+    def _give_up(self, plan: StepPlan, error: BaseException) -> None:
+        """A step broke: its requests end with an error."""
         epochs = set(plan.epoch.tolist())
-        for request in [r for r in self._parts.scheduler.running if r.epoch in epochs]:
-            self._finish(request, "error", (), None, f"{type(error).__name__}: {error}")
-        self._parts.committer.discard(plan)
+        self._fail([r for r in self._parts.scheduler.running if r.epoch in epochs], error)
+        self._parts.ownership.give_back(plan)
 
     def _refuse_stuck(self) -> None:
         """Nothing runs and nothing can start: end the first request rather than wait for ever."""
         if self._parts.scheduler.waiting and not self._parts.scheduler.running:
             request = self._parts.scheduler.waiting[0]
-            pools = self.stats()["pages"]
-            self._finish(request, "error", (), None, f"no room to start it, pages: {pools}")
+            self._fail([request], f"no room to start it, pages: {self.stats()['pages']}")
 
     # -- helpers ----------------------------------------------------------------------------------------
 
@@ -314,23 +365,25 @@ class Engine:
         return [Handle(request.request_id) for request in requests]
 
     def _run(self, handles: list[Handle]) -> Iterator[Update]:
-        """Step until all of `handles` are finished; updates of other requests are kept for `step()`."""
-        mine, open_handles = set(handles), set(handles)
-        others: list[Update] = []
+        """Step until all of `handles` are finished; whoever steps, their updates come here."""
+        inbox: deque[Update] = deque()
+        ids = [handle.request_id for handle in handles]
+        self._inboxes |= dict.fromkeys(ids, inbox)
+        num_open = len(ids)
         try:
-            while open_handles:
-                for update in self.step():
-                    if update.handle not in mine:
-                        others.append(update)
-                        continue
-                    if update.output is not None:
-                        open_handles.discard(update.handle)
+            while num_open or inbox:
+                if not inbox:
+                    self._check_open()
+                    self._turn()
+                while inbox:
+                    update = inbox.popleft()
+                    num_open -= update.output is not None
                     yield update
         finally:
-            for handle in open_handles:
+            for request_id in ids:
                 if not self._closed:
-                    self.abort(handle)
-            self._updates = others + [u for u in self._updates if u.handle not in mine]
+                    self.abort(Handle(request_id))
+                del self._inboxes[request_id]
 
     def _warm_up(self) -> None:
         runner = self._parts.runner

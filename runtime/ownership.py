@@ -38,6 +38,10 @@ class PageOwnership:
         self.kv_block = kv_block
         self.state_block = state_block
 
+    def can_admit_any(self) -> bool:
+        """False when not even a request of one token fits, whatever it hits."""
+        return self.kv_pool.available >= 1 and self.state_pool.available >= 2
+
     def can_admit(self, hit: Hit, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens, one more, and two running pages fit after holding the hit."""
         kv_new = -(-(num_tokens + 1) // self.kv_block) - len(hit.kv_pages)

@@ -163,17 +163,20 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
         for request in list(self.waiting):
-            if budget <= 0 or not self.live.num_free:
+            if budget <= 0 or not self.live.num_free or not self.ownership.can_admit_any():
                 return
             if request.preempted_in != self._pass and self._try_admit(request, plan):
                 budget -= self._add_chunk(plan, request, budget)
 
     def _try_admit(self, request: Request, plan: StepPlan) -> bool:
-        own, known = self.ownership, request.known_tokens()
-        self._extend_keys(request, known[len(request.hashes) * own.kv_block :])
-        hit = own.index.lookup(request.hashes, len(known) - 1)
-        if not own.can_admit(hit, len(known)):
+        own, num_known = self.ownership, len(request.prompt) + len(request.outputs)
+        if self.hasher is not None and len(request.hashes) < num_known // self.hasher.block:
+            new = request.known_tokens()[len(request.hashes) * own.kv_block :]
+            self._extend_keys(request, new)
+        hit = own.index.lookup(request.hashes, num_known - 1)
+        if not own.can_admit(hit, num_known):
             return False
+        known = request.known_tokens()
         own.adopt(request, hit)
         slot = self.live.take(request, known, hit.num_tokens)
         plan.deltas |= self.layout.admission(slot, hit.num_tokens, hit.state_page, request.sampling)
@@ -184,7 +187,7 @@ class Scheduler:
         if request.lookup is None:
             request.admitted_at = time.perf_counter()
             request.lookup = Lookup(
-                len(known) - 1, hit.kv_match_tokens, hit.state_match_tokens, hit.num_tokens
+                num_known - 1, hit.kv_match_tokens, hit.state_match_tokens, hit.num_tokens
             )
         return True
 

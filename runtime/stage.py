@@ -116,12 +116,13 @@ class Stage:
                      rows: int) -> None:  # fmt: skip
         """Send a decode step padded to `rows` rows."""
         host = self._next_area().host
-        host_rows.fill_decode_rows(
+        moves = host_rows.fill_decode_rows(
             plan.slot, plan.num_computed, live.state_col, live.resume_page, live.state_table,
             live.kv_table, block, kv_block, precopy, host["row_slot"][:rows],
             host["row_start"][: rows + 1], host["decode_position"][:rows], host["decode_kv_slot"][:rows],
             host["decode_token_id"][:rows], host["read_page"][:rows], host["write_page"][:rows],
         )  # fmt: skip
+        assert moves != host_rows.REFUSED, "a row outside of the slots' tables"
         host["row_sample"][: plan.num_rows] = 1
         host["row_sample"][plan.num_rows : rows] = 0
         self._send(plan.deltas, self._cut.decode_size)
@@ -144,13 +145,14 @@ class Stage:
             known = live.tokens[chunk.request.slot, chunk.begin : chunk.end]
             host["token_id"][row_start[row] : row_start[row + 1]] = known
         host_rows.fill_positions(plan.num_computed, plan.num_new, row_start, host["position"])
-        host_rows.fill_kv_slots(
+        places = host_rows.fill_kv_slots(
             plan.slot, plan.num_computed, plan.num_new, row_start, live.kv_table, kv_block, host["kv_slot"]
         )  # fmt: skip
-        host_rows.fill_pages(
+        moves = host_rows.fill_pages(
             plan.slot, plan.num_computed, plan.num_new, live.state_col, live.resume_page,
             live.state_table, block, precopy, host["read_page"], host["write_page"],
         )  # fmt: skip
+        assert host_rows.REFUSED not in (places, moves), "a row outside of the slots' tables"
         num_chunks = _fill_chunk_tables(plan, host)
         shape = pad(GraphKey(num_tokens, num_rows, num_chunks))
         _fill_rows(plan, host, shape)

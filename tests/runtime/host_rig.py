@@ -11,15 +11,15 @@ import numpy as np
 from hash_model import VOCAB, HashMemory, HashRow, answer
 
 from midstream.runtime.commit import Committer, StepResult
-from midstream.runtime.hashing import BlockHasher
+from midstream.runtime.hashing import BlockHasher, as_keys
 from midstream.runtime.live import LiveTable
 from midstream.runtime.ownership import PageOwnership
 from midstream.runtime.pages import PagePool
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.prefix import PrefixIndex
-from midstream.runtime.request import Phase, Request
+from midstream.runtime.request import Request
 from midstream.runtime.sampling import SamplingParams
-from midstream.runtime.scheduler import Scheduler
+from midstream.runtime.scheduler import Scheduler, _empty_plan
 from midstream.runtime.slots import NO_COL, SlotLayout, SlotSampling
 
 
@@ -116,12 +116,16 @@ class Rig:
             self.commit()
         return not idle
 
+    def preempt(self, request: Request) -> None:
+        """As a pass does that needs the request's room."""
+        self.scheduler._preempt(request, _empty_plan())
+
     def break_step(self, plan: StepPlan) -> None:
         """What `Engine` does with a step that failed."""
         epochs = set(plan.epoch.tolist())
         for request in [r for r in self.scheduler.running if r.epoch in epochs]:
             self.scheduler.drop(request)
-        self.committer.discard(plan)
+        self.ownership.give_back(plan)
 
     def finish(self, request: Request) -> None:
         self.scheduler.drop(request)
@@ -152,8 +156,6 @@ class Rig:
         """Whether a prompt may resume at `position`."""
         hasher = self.scheduler.hasher
         assert hasher is not None
-        from midstream.runtime.hashing import as_keys
-
         keys = as_keys(hasher.extend(None, np.array(prompt[:position], np.int32)))
         return self.index.has_state(keys[-1])
 

@@ -105,7 +105,7 @@ def test_an_interrupt_anywhere_in_a_step_ends_what_it_hit_and_loses_no_page(
             assert out.finish_reason in ("length", "error")
             want = answer(out.prompt_token_ids, 9)
             assert list(out.token_ids) == want[: len(out.token_ids)]
-            assert (out.finish_reason == "length") == (list(out.token_ids) == want)
+            assert out.finish_reason == "error" or list(out.token_ids) == want
             assert (out.finish_reason == "error") == (out.error == "KeyboardInterrupt: ")
         again = list(engine.generate(PROMPTS, GREEDY))
         assert [list(out.token_ids) for out in again] == [answer(p, 9) for p in PROMPTS]
