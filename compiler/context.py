@@ -75,8 +75,8 @@ class PagedContext:
     def step(self) -> StepView:
         if self._step is None:
             raise ContractError(
-                "PagedContext: a lowered layer ran outside of a step, expected LoweredModel.forward; "
-                "call LoweredModel.undo() to use the model by itself"
+                "PagedContext: the model was called while it is lowered, expected calls of the Engine only; "
+                "close() the Engine (or undo() the LoweredModel) to use the model by itself"
             )
         return self._step
 

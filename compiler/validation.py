@@ -24,7 +24,12 @@ def check_model(model: Any) -> Family:
         ConfigError: when it trains, lies on several devices, or mixes floating dtypes.
         ContractError: when it is lowered already.
     """
-    name = type(model).__name__
+    name = model.__name__ if isinstance(model, type) else type(model).__name__
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"lower: the model is {name} {str(model)[:60]!r}, expected a causal language model of "
+            "transformers in memory; load a folder with midstream.load_model(path)"
+        )
     if name not in FAMILIES:
         raise UnsupportedError(
             f"lower: {name} is not a supported family, expected one of {sorted(FAMILIES)}; "
@@ -33,14 +38,26 @@ def check_model(model: Any) -> Family:
     if any(BINDING in vars(module) for module in model.modules()):
         raise ContractError(
             f"lower: this {name} is lowered already, expected a model as transformers built it; "
-            "call undo() on the LoweredModel that holds it"
+            "close() the Engine that serves it, or undo() the LoweredModel that holds it"
         )
     if model.training:
         raise ConfigError(f"lower: {name} is in training mode, expected eval; call model.eval()")
     device_of(model)
     dtype_of(model)
+    _check_layers(model)
     _check_forwards(model)
     return FAMILIES[name]
+
+
+def _check_layers(model: Any) -> None:
+    """Each decoder layer has parameters of its own: state is kept per layer, not per module."""
+    layers = model.base_model.layers
+    mixers = [id(child) for layer in layers for child in layer.children()]
+    if len(set(map(id, layers))) < len(layers) or len(set(mixers)) < len(mixers):
+        raise UnsupportedError(
+            f"lower: two of the {len(layers)} decoder layers of this {type(model).__name__} share a module, "
+            "expected each to have its own; copy the shared module (copy.deepcopy)"
+        )
 
 
 def device_of(module: Any) -> torch.device:

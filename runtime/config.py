@@ -237,7 +237,7 @@ def parse_memory(memory: Any, free_bytes: int) -> int:
         if text.endswith("%") and 0 < float(text[:-1]) <= 100:
             return int(free_bytes * float(text[:-1]) / 100)
         for unit, factor in _UNITS.items():
-            if text.endswith(unit):
+            if text.endswith(unit) and float(text[: -len(unit)]) > 0:
                 return int(float(text[: -len(unit)]) * factor)
         if text.isdecimal() and int(text) > 0:
             return int(text)

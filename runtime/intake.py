@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,7 @@ class Intake:
             CapacityError: longer than the pools or the longest sequence hold.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ConfigError(
-                f"Engine: params is {type(params).__name__}; expected SamplingParams; "
-                "write midstream.SamplingParams(...)"
-            )
+        _check_params(params)
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 f"Engine: stop={params.stop!r} needs text, but the engine has no tokenizer; "
@@ -60,8 +56,9 @@ class Intake:
         if room < 1:
             raise CapacityError(
                 f"Engine: the prompt has {len(tokens)} tokens; at most {self.config.max_len - 1} fit "
-                f"(max_len {self.config.max_len}, KV pages for "
-                f"{(self.config.num_kv_pages - 1) * self.config.kv_block} tokens); shorten it or raise memory"
+                f"(max_len is {self.config.max_len}, the KV pages hold "
+                f"{(self.config.num_kv_pages - 1) * self.config.kv_block} tokens); "
+                "shorten the prompt, or raise max_len or memory"
             )
         stop_ids = self._stop_ids(params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -84,11 +81,14 @@ class Intake:
         self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams | None]]:
         """Each prompt with its parameters.  Raises ConfigError when the numbers differ."""
-        if isinstance(prompts, str):
+        flat = not isinstance(prompts, Iterable) or any(isinstance(p, int) for p in prompts)
+        if isinstance(prompts, str) or flat:
             raise ConfigError(
-                f"Engine: prompts is the text {prompts[:20]!r}; expected a list of prompts; pass [text]"
+                f"Engine: prompts is {str(prompts)[:40]!r}; expected a list of prompts; "
+                "pass [text] or [[1, 2, 3]] for a single one"
             )
-        if params is None or isinstance(params, SamplingParams):
+        if params is None or not isinstance(params, (list, tuple)):
+            _check_params(params)
             return [(prompt, params) for prompt in prompts]
         if len(params) != len(prompts):
             raise ConfigError(
@@ -148,12 +148,26 @@ class Intake:
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         eos = () if params.ignore_eos else self.eos_ids
         ids = tuple(dict.fromkeys((*params.stop_token_ids, *eos)))
+        outside = [i for i in params.stop_token_ids if i >= self.vocab_size]
+        if outside:
+            raise ConfigError(
+                f"Engine: stop_token_ids {outside}; expected ids from 0 to {self.vocab_size - 1}; "
+                "the model can never produce them"
+            )
         if len(ids) > MAX_STOP_IDS:
             raise ConfigError(
                 f"Engine: {len(ids)} stop token ids, end-of-sequence ids {eos} included; "
                 f"expected at most {MAX_STOP_IDS}; use stop strings for the others"
             )
         return ids
+
+
+def _check_params(params: Any) -> None:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise ConfigError(
+            f"Engine: params is {type(params).__name__}; expected SamplingParams; "
+            "write midstream.SamplingParams(...), or a list of them, one for each prompt"
+        )
 
 
 def eos_ids(model: Any) -> tuple[int, ...]:

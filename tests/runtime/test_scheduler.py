@@ -196,11 +196,11 @@ def test_priority_then_arrival_orders_the_queue() -> None:
 
 
 def test_a_request_that_does_not_fit_lets_smaller_ones_pass() -> None:
-    rig = Rig(Case(num_kv_pages=12))  # 44 tokens
+    rig = Rig(Case(num_kv_pages=12, max_step_tokens=64))  # 44 tokens
     rig.add(text(20), 20)
     large, small = rig.add(text(30, seed=1), 2), rig.add(text(6, seed=2), 2)
     rig.step()
-    assert (large.phase, small.phase) == (Phase.WAITING, Phase.PREFILL)
+    assert (large.phase, small.phase) == (Phase.WAITING, Phase.DECODE)
     rig.run()
     assert list(rig.done) == [2, 0, 1]
 

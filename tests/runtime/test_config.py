@@ -1,0 +1,222 @@
+"""From what the user asked to what the engine runs with."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from midstream import ConfigError, UnsupportedError
+from midstream.graphs.table import GraphKey, smallest_fit
+from midstream.runtime.config import (
+    EngineConfig,
+    ModelLimits,
+    ResolvedConfig,
+    check_options,
+    chunk_ladder,
+    engine_config,
+    ladder,
+    parse_memory,
+    plan_pages,
+    resolve,
+)
+from midstream.runtime.stage import stage_limits
+
+MIB = 2**20
+LIMITS = ModelLimits(max_positions=1000, state_page_bytes=3 * MIB, kv_page_bytes=MIB, is_cuda=False)
+
+
+def resolved(limits: ModelLimits = LIMITS, free_bytes: int = 1000 * MIB, **options: Any) -> ResolvedConfig:
+    return resolve(EngineConfig(**options), limits, free_bytes)
+
+
+# -- resolve ----------------------------------------------------------------------------------------
+
+
+def test_resolve_leaves_nothing_open_and_what_was_given_as_it_is() -> None:
+    given_fields = {
+        "cache_mode": "none", "state_block": 32, "kv_block": 8, "max_rows": 5, "max_step_tokens": 77,
+        "max_len": 99, "num_state_pages": 11, "num_kv_pages": 22, "migration": "precopy", "compile": "inductor",
+    }  # fmt: skip
+    config = resolved(**given_fields)
+    assert all(getattr(config, name) == value for name, value in given_fields.items())
+    defaults = resolved()
+    for field in fields(ResolvedConfig):
+        assert field.name == "hash_key" or getattr(defaults, field.name) is not None
+    assert (defaults.migration, defaults.compile) == ("copyfree", "eager")
+    assert resolved(replace(LIMITS, is_cuda=True)).compile == "inductor"
+    assert resolved(state_dtype="bfloat16").state_dtype == torch.bfloat16
+    assert resolved(hash_key="0f" * 16).hash_key == b"\x0f" * 16
+
+
+@pytest.mark.parametrize(
+    ("max_len", "max_positions", "num_kv_pages", "longest"),
+    [
+        (None, 1000, 101, 1000),
+        (None, None, 101, 1600),  # the model sets no limit: what the KV pages hold
+        (None, 1000, 11, 160),
+        (50, 1000, 101, 50),
+        (160, None, 11, 160),
+    ],
+)
+def test_the_longest_sequence_is_the_least_of_wish_model_and_pages(
+    max_len: int | None, max_positions: int | None, num_kv_pages: int, longest: int
+) -> None:
+    limits = replace(LIMITS, max_positions=max_positions)
+    config = resolved(limits, max_len=max_len, num_kv_pages=num_kv_pages, num_state_pages=4)
+    assert config.max_len == longest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_len": 1001, "num_kv_pages": 101}, r"max_len=1001 exceeds the 1000 positions of the model"),
+        ({"max_len": 161, "num_kv_pages": 11}, r"max_len=161 exceeds the 160 tokens that the KV pages"),
+        ({"max_len": 1}, "max_len=1; expected a whole number >= 2"),
+        ({"num_state_pages": 3}, "num_state_pages=3; expected a whole number >= 4"),
+        ({"num_kv_pages": 1}, "num_kv_pages=1; expected a whole number >= 2"),
+        ({"max_rows": True}, "max_rows=True"),
+        ({"kv_block": 0}, "kv_block=0"),
+        ({"max_step_tokens": 2.0}, "max_step_tokens=2.0"),
+        ({"state_block": 40}, "state_block=40 is not a multiple of kv_block=16.*state_block=48"),
+        ({"retention": -1}, "retention=-1"),
+        ({"retention": True}, "retention=True"),
+        ({"graphs": "on"}, "graphs='on'; expected one of 'full', 'off'"),
+        ({"migration": "copy"}, "expected one of 'auto', 'copyfree', 'precopy'"),
+        ({"state_dtype": "float16"}, "state_dtype='float16'"),
+        ({"compile": "aot"}, "compile='aot'"),
+        ({"hash_key": "xyz"}, "hash_key='xyz'; expected 32 hexadecimal digits"),
+        ({"hash_key": "00" * 15}, "expected 32 hexadecimal digits"),
+    ],
+)
+def test_what_can_never_work_is_refused_with_the_value(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**options)
+
+
+def test_a_mode_that_is_planned_is_unsupported_and_not_unknown() -> None:
+    with pytest.raises(UnsupportedError, match="'all'"):
+        check_options(EngineConfig(cache_mode="all"))
+
+
+def test_an_unknown_option_names_its_neighbour_or_all_that_there_are() -> None:
+    assert engine_config({"max_rows": 3}) == EngineConfig(max_rows=3)
+    with pytest.raises(ConfigError, match="did you mean 'kv_block'"):
+        engine_config({"kv_blok": 3})
+    with pytest.raises(ConfigError, match=r"known: cache_mode, .*hash_key"):
+        engine_config({"zzz": 3})
+
+
+# -- captured shapes --------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 1100))
+def test_the_ladder_ascends_to_the_maximum_and_pads_little(max_rows: int) -> None:
+    sizes = ladder(max_rows)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows and sizes[0] == 1
+    for below, size in zip(sizes, sizes[1:], strict=False):
+        assert size <= 2 * below and size - below <= 32
+
+
+@given(st.integers(1, 300), st.integers(1, 3000), st.sampled_from((16, 64, 8192)))
+def test_every_captured_shape_fits_into_the_stage(max_rows: int, max_step_tokens: int, block: int) -> None:
+    limits = stage_limits(max_rows, max_step_tokens, block)
+    keys = chunk_ladder(max_rows, max_step_tokens)
+    assert list(keys) == sorted(set(keys))
+    for key in keys:
+        assert key.tokens <= limits.max_step_tokens
+        assert 2 <= key.rows <= limits.max_rows
+        assert 2 <= key.chunks <= limits.max_chunks
+    assert max(ladder(min(max_rows, max_step_tokens))) <= limits.max_rows
+
+
+def test_captured_chunk_steps_take_a_few_rows_or_all() -> None:
+    keys = chunk_ladder(256, 8192)
+    assert [(key.tokens, key.rows) for key in keys] == [
+        (64, 8), (128, 8), (256, 8), (256, 256), (512, 8), (512, 256),
+    ]  # fmt: skip
+    assert smallest_fit(GraphKey(65, 2, 3), keys) == GraphKey(128, 8, 20)
+    assert chunk_ladder(4, 63) == ()
+
+
+def test_graphs_off_captures_nothing() -> None:
+    config = resolved(graphs="off")
+    assert config.graph_rows == config.graph_chunks == ()
+    # a decode step has no more rows than a step has tokens
+    assert resolved(max_rows=100, max_step_tokens=6).graph_rows == (1, 2, 4, 6)
+
+
+# -- memory -----------------------------------------------------------------------------------------
+
+
+def test_pages_are_planned_from_the_stated_mix() -> None:
+    # 2 rows of 1000 tokens: 63 KV pages each, and the null page; four states per block, two per row
+    config = EngineConfig(max_rows=2, memory=10_000 * MIB)
+    assert plan_pages(config, LIMITS, 0) == (2 * 2 + 4 * 127 * 16 // 64 + 4, 127)
+    # half of a small budget goes to KV, the rest to states
+    assert plan_pages(replace(config, memory=100 * MIB), LIMITS, 0) == (16, 50)
+    assert plan_pages(replace(config, memory="50%"), LIMITS, 200 * MIB) == (16, 50)
+    # given numbers are taken from the budget first
+    assert plan_pages(replace(config, memory=100 * MIB, num_kv_pages=70), LIMITS, 0) == (10, 70)
+    assert plan_pages(replace(config, memory=100 * MIB, num_state_pages=30), LIMITS, 0) == (30, 10)
+    assert plan_pages(replace(config, memory=1, num_state_pages=30, num_kv_pages=9), LIMITS, 0) == (30, 9)
+
+
+@given(
+    budget=st.integers(1, 10**6),
+    state_bytes=st.integers(0, 5000),
+    kv_bytes=st.integers(0, 500),
+    max_rows=st.integers(1, 64),
+    max_len=st.sampled_from((None, 16, 500)),
+    num_state_pages=st.sampled_from((None, 4, 50)),
+    num_kv_pages=st.sampled_from((None, 33, 200)),
+)
+def test_planned_pages_fit_the_budget_or_are_refused(
+    budget: int, state_bytes: int, kv_bytes: int, **options: Any
+) -> None:
+    config = EngineConfig(memory=budget, **options)
+    limits = ModelLimits(None, state_bytes, kv_bytes, is_cuda=False)
+    try:
+        num_state, num_kv = plan_pages(config, limits, 0)
+    except ConfigError as error:
+        assert f"({budget:,} bytes)" in str(error)
+        return
+    assert num_state >= 4 and num_kv >= 2
+    if None in (config.num_state_pages, config.num_kv_pages):
+        assert num_state * state_bytes + num_kv * kv_bytes <= budget
+
+
+def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"):
+        plan_pages(EngineConfig(memory="4MiB"), LIMITS, 0)
+    with pytest.raises(ConfigError, match="holds 40 state pages.*and 0 KV pages"):
+        plan_pages(EngineConfig(memory="4MiB", num_state_pages=40), LIMITS, 0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "num_bytes"),
+    [
+        ("80%", 800),
+        ("100%", 1000),
+        ("0.5 %", 5),
+        (12345, 12345),
+        ("12345", 12345),
+        ("1.5KiB", 1536),
+        ("2 mb", 2_000_000),
+        ("3GiB", 3 * 2**30),
+        ("3GB", 3 * 10**9),
+        ("9B", 9),
+    ],
+)
+def test_memory_is_a_share_or_an_amount(memory: str | int, num_bytes: int) -> None:
+    assert parse_memory(memory, 1000) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "memory", ["0%", "101%", "-5%", "nan%", "", "lots", "8 gigs", "infB", "nanB", "-5GiB", "0MB", "0", -1, 0, 0.8, True, None]
+)
+def test_memory_that_is_neither_is_refused(memory: Any) -> None:
+    with pytest.raises(ConfigError, match="expected a share such as '80%' or an amount such as '8GiB'"):
+        parse_memory(memory, 1000)
