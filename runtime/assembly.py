@@ -11,6 +11,7 @@ import torch
 
 from midstream.compiler.context import Pools
 from midstream.compiler.lowering import LoweredModel, lower
+from midstream.compiler.validation import check_model, device_of
 from midstream.runtime.commit import Committer
 from midstream.runtime.config import (
     STATE_DTYPES,
@@ -56,13 +57,14 @@ class Parts:
 def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
     """Lower the model and build everything around it.  On an error the model is given back unchanged."""
     check_options(options)
-    compile_mode = options.compile
-    if compile_mode == "auto":
-        compile_mode = "inductor" if next(model.parameters()).is_cuda else "eager"
+    check_model(model)
+    compiles = options.compile == "inductor" or (
+        options.compile == "auto" and device_of(model).type == "cuda"
+    )
     lowered = lower(
         model,
         temporal_dtype=STATE_DTYPES[options.state_dtype],
-        compile_mode="inductor" if compile_mode == "inductor" else "eager",
+        compile_mode="inductor" if compiles else "eager",
         kv_block=options.kv_block,
     )
     try:

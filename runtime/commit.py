@@ -36,6 +36,7 @@ class Arrival:
     request: Request
     token_id: int
     finish_reason: str | None  # stop | length when this token is the last
+    is_broken: bool  # the logits were not finite: the token means nothing
 
 
 class Committer:
@@ -51,7 +52,10 @@ class Committer:
         """Tokens of requests that are watched, started or finished by this step, in row order."""
         live = self.live
         alive = live.epoch[plan.slot] == plan.epoch
-        if self.scheduler.hasher is not None:
+        broken = np.isnan(result.logprob)
+        if broken.any():  # earlier steps of such a row may have left checkpoints
+            self.ownership.index.reset()
+        elif self.scheduler.hasher is not None:
             self._publish(plan, alive)
         after = plan.num_computed + plan.num_new
         rows = np.nonzero(alive & (plan.samples != 0))[0]
@@ -62,7 +66,8 @@ class Committer:
         ended = live.num_outputs[slots] >= live.max_tokens[slots]
         first = live.num_outputs[slots] == 1
         arrivals = []
-        for i in np.nonzero(stopped | ended | first | live.watched[slots])[0].tolist():
+        heeded = stopped | ended | first | live.watched[slots] | broken[rows]
+        for i in np.nonzero(heeded)[0].tolist():
             request = live.request[slots[i]]
             assert request is not None
             reason = "stop" if stopped[i] else "length" if ended[i] else None
@@ -80,7 +85,7 @@ class Committer:
         token = int(result.token[row])
         if request.params.logprobs is not None:
             request.logprobs.append(_logprobs(request.params.logprobs, row, result))
-        return Arrival(request, token, reason)
+        return Arrival(request, token, reason, bool(np.isnan(result.logprob[row])))
 
     def _commit_preempted(
         self, plan: StepPlan, alive: npt.NDArray[np.bool_], result: StepResult

@@ -212,11 +212,12 @@ def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tu
         wanted = 2 * config.max_rows + 4 * num_kv * config.kv_block // config.state_block + 4
         num_state = min(wanted, left // max(limits.state_page_bytes, 1))
     if num_kv < 2 or num_state < 4:
+        fixed = [n for n in ("num_kv_pages", "num_state_pages") if getattr(config, n) is not None]
         raise ConfigError(
             f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
             f"of {limits.state_page_bytes:,} bytes and {max(num_kv, 0)} KV pages of "
             f"{limits.kv_page_bytes:,} bytes; "
-            "at least 4 and 2 are needed; raise memory or lower max_rows"
+            f"at least 4 and 2 are needed; raise memory{' or change ' + ', '.join(fixed) if fixed else ''}"
         )
     return num_state, num_kv
 

@@ -12,6 +12,7 @@ An engine belongs to one thread.  Several engines may live in one process, each 
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from midstream.errors import ContractError
+from midstream.errors import CapacityError, ConfigError, ContractError
 from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
@@ -67,6 +68,10 @@ class Engine:
         """
         self._settings = read_settings(os.environ)
         self._parts: Parts = assemble(model, tokenizer, engine_config(options))
+        self._config = self._parts.config
+        self._last_stats: dict[str, Any] = {}  # of a closed engine
+        # an engine that is dropped without close() gives the model back too
+        self._undo = weakref.finalize(self, self._parts.lowered.undo)
         self._requests: dict[int, Request] = {}
         self._lookups: OrderedDict[int, Lookup] = OrderedDict()
         self._flights: deque[InFlight] = deque()
@@ -86,7 +91,7 @@ class Engine:
     @property
     def config(self) -> ResolvedConfig:
         """What the engine runs with."""
-        return self._parts.config
+        return self._config
 
     def generate(
         self,
@@ -155,7 +160,9 @@ class Engine:
         return len(self._requests)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction, and the pages of both pools now."""
+        """Counters since construction, and the pages of both pools now; of a closed engine, its last."""
+        if self._closed:
+            return self._last_stats
         parts = self._parts
         pools = {"kv": parts.ownership.kv_pool, "state": parts.ownership.state_pool}
         return self._counts | {
@@ -213,13 +220,14 @@ class Engine:
         """Drop graphs and pools and give the model back unchanged.  May be called again."""
         if self._closed:
             return
+        self._last_stats = self.stats()
         self._closed = True
         try:
             while self._flights:
                 self._parts.runner.wait(self._flights.popleft())
         finally:
             self._parts.runner.graphs.clear()
-            self._parts.lowered.undo()
+            self._undo()
             del self._parts
 
     def __enter__(self) -> Engine:
@@ -290,7 +298,10 @@ class Engine:
         if request.watched:
             text, stopped = self._parts.emitter.push(arrival)
             reason = "stop" if stopped else reason
-        if reason is not None:
+        if arrival.is_broken:
+            cause = "the model's logits are NaN or infinite; check its weights and dtype"
+            self._fail([request], f"{cause}; all saved state was dropped")
+        elif reason is not None:
             self._finish(request, reason, (arrival.token_id,), text)
         elif request.streamed:
             self._post(request, (arrival.token_id,), text, None)
@@ -358,7 +369,12 @@ class Engine:
         """Queue all prompts, or none if one is refused."""
         self._check_open()
         each = self._parts.intake.pair(prompts, params)
-        requests = [self._parts.intake.request(p, s, 0, None, watched) for p, s in each]
+        requests = []
+        for place, (prompt, sampling) in enumerate(each):
+            try:
+                requests.append(self._parts.intake.request(prompt, sampling, 0, None, watched))
+            except (ConfigError, CapacityError) as error:
+                raise type(error)(f"prompt {place}: {error}") from None
         for request in requests:
             self._requests[request.request_id] = request
             self._parts.scheduler.add(request)

@@ -87,9 +87,10 @@ class Intake:
                 f"Engine: prompts is {str(prompts)[:40]!r}; expected a list of prompts; "
                 "pass [text] or [[1, 2, 3]] for a single one"
             )
-        if params is None or not isinstance(params, (list, tuple)):
-            _check_params(params)
+        if params is None or isinstance(params, SamplingParams):
             return [(prompt, params) for prompt in prompts]
+        if not isinstance(params, (list, tuple)):
+            _check_params(params)
         if len(params) != len(prompts):
             raise ConfigError(
                 f"Engine: {len(prompts)} prompts but {len(params)} SamplingParams; "

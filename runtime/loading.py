@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from midstream.compiler.families import FAMILIES
 from midstream.errors import ConfigError
@@ -119,6 +118,7 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Any:
 
 def _load_weights(directory: Path, dtype: torch.dtype | str) -> Any:
     """The model on the CPU, with every parameter read from the files."""
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:

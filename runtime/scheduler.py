@@ -48,6 +48,7 @@ class Scheduler:
         self._decoding: I32 = np.zeros(0, np.int32)  # slots in decode, in order
         self._decoding_stale = False
         self._pass = 0
+        self._unsent: dict[int, int] = {}  # deltas of passes that came to no step
 
     @property
     def num_unfinished(self) -> int:
@@ -67,7 +68,7 @@ class Scheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        plan = _empty_plan()
+        plan = _empty_plan(self._unsent)
         try:
             return self._fill(plan)
         except BaseException:
@@ -238,6 +239,7 @@ class Scheduler:
         if not plan.num_rows:
             self.ownership.give_back(plan)
             return None
+        self._unsent = {}
         plan.num_computed = live.computed[plan.slot]
         plan.num_new = np.ones(plan.num_rows, np.int32)
         plan.samples = np.ones(plan.num_rows, np.int32)
@@ -268,6 +270,6 @@ class Scheduler:
         plan.publications.append(Publication(request, request.epoch, position, page))
 
 
-def _empty_plan() -> StepPlan:
+def _empty_plan(deltas: dict[int, int]) -> StepPlan:
     none = np.zeros(0, np.int32)
-    return StepPlan([], none, none, none, none, none.astype(np.int64), {}, [], [], 0)
+    return StepPlan([], none, none, none, none, none.astype(np.int64), deltas, [], [], 0)

@@ -8,7 +8,9 @@ from midstream.errors import (
     MidstreamError,
     UnsupportedError,
 )
+from midstream.runtime.config import EngineConfig
 from midstream.runtime.engine import Engine, Handle, Update
+from midstream.runtime.loading import load_model
 from midstream.runtime.request import Output
 from midstream.runtime.sampling import SamplingParams
 
@@ -17,7 +19,9 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "Engine",
+    "EngineConfig",
     "Handle",
+    "load_model",
     "lower",
     "MidstreamError",
     "Output",

@@ -110,7 +110,9 @@ SHAPES = st.builds(GraphKey, st.integers(1, 9), st.integers(1, 9), st.integers(1
 
 
 @given(SHAPES, st.sets(SHAPES))
-def test_the_smallest_fit_holds_the_step_in_every_dimension(needed: GraphKey, keys: set[GraphKey]) -> None:
+def test_the_smallest_fit_holds_the_step_in_every_dimension(
+    needed: GraphKey, keys: set[GraphKey]
+) -> None:
     found = smallest_fit(needed, sorted(keys))
     fitting = [
         key
@@ -128,7 +130,9 @@ def test_keys_are_ordered_by_tokens_first() -> None:
 def test_a_moved_buffer_is_named_and_others_are_not() -> None:
     before = {"token": 100, "stage.row_slot": 200, "slots": 300}
     check_addresses(before, dict(reversed(before.items())), "step")
-    with pytest.raises(ContractError, match=r"^step: the buffers slots moved since.*; expected fixed"):
+    with pytest.raises(
+        ContractError, match=r"^step: the buffers slots moved since.*; expected fixed"
+    ):
         check_addresses(before, before | {"slots": 301}, "step")
     with pytest.raises(ContractError, match="the buffers new moved"):
         check_addresses(before, before | {"new": 1}, "step")

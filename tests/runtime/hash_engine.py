@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import count
+from itertools import count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +109,7 @@ def _cuts(view: StepView, row: int) -> list[tuple[int, int]]:
     bounds = view.chunk_start[first : end + 1].tolist()
     assert view.chunk_row[first:end].tolist() == [row] * (end - first)
     assert bounds[0] == view.row_start[row] and bounds[-1] == view.row_start[row + 1]
-    assert all(0 < b - a <= 64 for a, b in zip(bounds, bounds[1:], strict=False))
+    assert all(0 < b - a <= 64 for a, b in pairwise(bounds))
     return list(zip(bounds[1:], view.chunk_page[first:end].tolist(), strict=True))
 
 
@@ -118,7 +118,13 @@ def hash_engine(
     model: HashLanguageModel | None = None, tokenizer: Any = None, **options: Any
 ) -> Iterator[midstream.Engine]:
     """An engine over poisoned pools; at the end its books balance and nothing is owned."""
-    options = {"kv_block": 4, "state_block": 8, "max_rows": 4, "max_step_tokens": 16, "max_len": 64} | options
+    options = {
+        "kv_block": 4,
+        "state_block": 8,
+        "max_rows": 4,
+        "max_step_tokens": 16,
+        "max_len": 64,
+    } | options
     options = {"num_state_pages": 30, "num_kv_pages": 80} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIDSTREAM_POISON", "1")

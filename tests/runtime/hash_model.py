@@ -64,7 +64,9 @@ class HashMemory:
         self.state = state  # f64[N, 2]
         self.kv = kv.reshape(len(kv), kv_block, 2)  # f64[N, B, 2]
         self.kv_block = kv_block
-        self.books: tuple[PagePool, PagePool] | None = None  # state, KV: published pages stay as they are
+        self.books: tuple[PagePool, PagePool] | None = (
+            None  # state, KV: published pages stay as they are
+        )
 
     @staticmethod
     def allocate(num_state_pages: int, num_kv_pages: int, kv_block: int) -> HashMemory:

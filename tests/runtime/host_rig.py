@@ -19,7 +19,7 @@ from midstream.runtime.plan import StepPlan
 from midstream.runtime.prefix import PrefixIndex
 from midstream.runtime.request import Request
 from midstream.runtime.sampling import SamplingParams
-from midstream.runtime.scheduler import Scheduler, _empty_plan
+from midstream.runtime.scheduler import Scheduler
 from midstream.runtime.slots import NO_COL, SlotLayout, SlotSampling
 
 
@@ -67,7 +67,12 @@ class Rig:
         self.done: dict[int, list[int]] = {}  # outputs by request id
 
     def add(
-        self, prompt: Sequence[int], max_tokens: int = 4, *, priority: int = 0, stop: int | None = None
+        self,
+        prompt: Sequence[int],
+        max_tokens: int = 4,
+        *,
+        priority: int = 0,
+        stop: int | None = None,
     ) -> Request:
         stop_ids = () if stop is None else (stop,)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_ids)
@@ -118,7 +123,9 @@ class Rig:
 
     def preempt(self, request: Request) -> None:
         """As a pass does that needs the request's room."""
-        self.scheduler._preempt(request, _empty_plan())
+        none = np.zeros(0, np.int32)
+        plan = StepPlan([], none, none, none, none, none.astype(np.int64), {}, [], [], 0)
+        self.scheduler._preempt(request, plan)
 
     def break_step(self, plan: StepPlan) -> None:
         """What `Engine` does with a step that failed."""
@@ -167,7 +174,9 @@ class Device:
         self.layout = layout
         self.block = case.block
         self.memory = HashMemory.allocate(case.num_state_pages, case.num_kv_pages, case.kv_block)
-        self.slots = np.full(layout.num_elements, 2**30, np.int32)  # nothing may be taken for granted
+        self.slots = np.full(
+            layout.num_elements, 2**30, np.int32
+        )  # nothing may be taken for granted
         self.kinds: list[str] = []
 
     def run(self, plan: StepPlan, live: LiveTable) -> StepResult:

@@ -1,5 +1,6 @@
 """From what the user asked to what the engine runs with."""
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -28,7 +29,9 @@ MIB = 2**20
 LIMITS = ModelLimits(max_positions=1000, state_page_bytes=3 * MIB, kv_page_bytes=MIB, is_cuda=False)
 
 
-def resolved(limits: ModelLimits = LIMITS, free_bytes: int = 1000 * MIB, **options: Any) -> ResolvedConfig:
+def resolved(
+    limits: ModelLimits = LIMITS, free_bytes: int = 1000 * MIB, **options: Any
+) -> ResolvedConfig:
     return resolve(EngineConfig(**options), limits, free_bytes)
 
 
@@ -38,7 +41,8 @@ def resolved(limits: ModelLimits = LIMITS, free_bytes: int = 1000 * MIB, **optio
 def test_resolve_leaves_nothing_open_and_what_was_given_as_it_is() -> None:
     given_fields = {
         "cache_mode": "none", "state_block": 32, "kv_block": 8, "max_rows": 5, "max_step_tokens": 77,
-        "max_len": 99, "num_state_pages": 11, "num_kv_pages": 22, "migration": "precopy", "compile": "inductor",
+        "max_len": 99, "num_state_pages": 11, "num_kv_pages": 22, "migration": "precopy",
+        "compile": "inductor",
     }  # fmt: skip
     config = resolved(**given_fields)
     assert all(getattr(config, name) == value for name, value in given_fields.items())
@@ -72,8 +76,14 @@ def test_the_longest_sequence_is_the_least_of_wish_model_and_pages(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_len": 1001, "num_kv_pages": 101}, r"max_len=1001 exceeds the 1000 positions of the model"),
-        ({"max_len": 161, "num_kv_pages": 11}, r"max_len=161 exceeds the 160 tokens that the KV pages"),
+        (
+            {"max_len": 1001, "num_kv_pages": 101},
+            r"max_len=1001 exceeds the 1000 positions of the model",
+        ),
+        (
+            {"max_len": 161, "num_kv_pages": 11},
+            r"max_len=161 exceeds the 160 tokens that the KV pages",
+        ),
         ({"max_len": 1}, "max_len=1; expected a whole number >= 2"),
         ({"num_state_pages": 3}, "num_state_pages=3; expected a whole number >= 4"),
         ({"num_kv_pages": 1}, "num_kv_pages=1; expected a whole number >= 2"),
@@ -91,7 +101,9 @@ def test_the_longest_sequence_is_the_least_of_wish_model_and_pages(
         ({"hash_key": "00" * 15}, "expected 32 hexadecimal digits"),
     ],
 )
-def test_what_can_never_work_is_refused_with_the_value(options: dict[str, Any], message: str) -> None:
+def test_what_can_never_work_is_refused_with_the_value(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         resolved(**options)
 
@@ -116,12 +128,14 @@ def test_an_unknown_option_names_its_neighbour_or_all_that_there_are() -> None:
 def test_the_ladder_ascends_to_the_maximum_and_pads_little(max_rows: int) -> None:
     sizes = ladder(max_rows)
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == max_rows and sizes[0] == 1
-    for below, size in zip(sizes, sizes[1:], strict=False):
+    for below, size in itertools.pairwise(sizes):
         assert size <= 2 * below and size - below <= 32
 
 
 @given(st.integers(1, 300), st.integers(1, 3000), st.sampled_from((16, 64, 8192)))
-def test_every_captured_shape_fits_into_the_stage(max_rows: int, max_step_tokens: int, block: int) -> None:
+def test_every_captured_shape_fits_into_the_stage(
+    max_rows: int, max_step_tokens: int, block: int
+) -> None:
     limits = stage_limits(max_rows, max_step_tokens, block)
     keys = chunk_ladder(max_rows, max_step_tokens)
     assert list(keys) == sorted(set(keys))
@@ -161,7 +175,10 @@ def test_pages_are_planned_from_the_stated_mix() -> None:
     # given numbers are taken from the budget first
     assert plan_pages(replace(config, memory=100 * MIB, num_kv_pages=70), LIMITS, 0) == (10, 70)
     assert plan_pages(replace(config, memory=100 * MIB, num_state_pages=30), LIMITS, 0) == (30, 10)
-    assert plan_pages(replace(config, memory=1, num_state_pages=30, num_kv_pages=9), LIMITS, 0) == (30, 9)
+    assert plan_pages(replace(config, memory=1, num_state_pages=30, num_kv_pages=9), LIMITS, 0) == (
+        30,
+        9,
+    )
 
 
 @given(
@@ -189,9 +206,11 @@ def test_planned_pages_fit_the_budget_or_are_refused(
 
 
 def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"):
+    with pytest.raises(
+        ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"
+    ):
         plan_pages(EngineConfig(memory="4MiB"), LIMITS, 0)
-    with pytest.raises(ConfigError, match="holds 40 state pages.*and 0 KV pages"):
+    with pytest.raises(ConfigError, match=r"holds 40 state pages.*and 0 KV pages"):
         plan_pages(EngineConfig(memory="4MiB", num_state_pages=40), LIMITS, 0)
 
 
@@ -215,8 +234,29 @@ def test_memory_is_a_share_or_an_amount(memory: str | int, num_bytes: int) -> No
 
 
 @pytest.mark.parametrize(
-    "memory", ["0%", "101%", "-5%", "nan%", "", "lots", "8 gigs", "infB", "nanB", "-5GiB", "0MB", "0", -1, 0, 0.8, True, None]
+    "memory",
+    [
+        "0%",
+        "101%",
+        "-5%",
+        "nan%",
+        "",
+        "lots",
+        "8 gigs",
+        "infB",
+        "nanB",
+        "-5GiB",
+        "0MB",
+        "0",
+        -1,
+        0,
+        0.8,
+        True,
+        None,
+    ],
 )
 def test_memory_that_is_neither_is_refused(memory: Any) -> None:
-    with pytest.raises(ConfigError, match="expected a share such as '80%' or an amount such as '8GiB'"):
+    with pytest.raises(
+        ConfigError, match="expected a share such as '80%' or an amount such as '8GiB'"
+    ):
         parse_memory(memory, 1000)

@@ -1,5 +1,6 @@
 """What users may rely on when they serve requests: reuse, endings, errors, room, order."""
 
+import gc
 from typing import Any
 
 import numpy as np
@@ -368,3 +369,74 @@ def run(engine: midstream.Engine) -> list[midstream.Output]:
     while engine.num_unfinished:
         outputs += [u.output for u in engine.step() if u.output]
     return outputs
+
+
+def test_nan_logits_end_the_request_with_an_error_and_leave_no_checkpoint(
+    oracle: Oracle, device: torch.device
+) -> None:
+    model = build("bamba").to(device)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[3] = float("nan")
+    good = [t for t in draw(20, 15) if t != 3]
+    with guarded_engine(model, **OPTIONS) as engine:
+        params = midstream.SamplingParams(max_tokens=6, **GREEDY)
+        bad, fine = engine.add([3] * 40, params), engine.add(good, params)
+        outputs = {out.request_id: out for out in run(engine)}
+        assert outputs[bad.request_id].finish_reason == "error"
+        assert "NaN" in (outputs[bad.request_id].error or "")
+        assert list(outputs[fine.request_id].token_ids) == oracle.greedy(good, 6)
+        assert serve(engine, [[3] * 40], 2)[0].num_cached_tokens == 0
+
+
+def test_a_dropped_engine_gives_the_model_back(oracle: Oracle) -> None:
+    model = build("bamba")
+    engine = midstream.Engine(model, **OPTIONS)
+    with pytest.raises(midstream.ContractError, match=r"close\(\) the Engine"):
+        midstream.Engine(model, **OPTIONS)
+    del engine
+    gc.collect()
+    with guarded_engine(model, **OPTIONS) as engine:
+        assert list(serve(engine, [[5, 6, 7]], 4)[0].token_ids) == oracle.greedy([5, 6, 7], 4)
+
+
+def test_stats_and_config_can_be_read_after_close(model: Any) -> None:
+    with guarded_engine(model, **OPTIONS) as engine:
+        serve(engine, [draw(9, 16)], 3)
+        before = engine.stats()
+    assert engine.stats() == before
+    assert engine.config.state_block == OPTIONS["state_block"]
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("bench/models/bytes", "load_model"), (None, "expected a causal language model")],
+)
+def test_what_is_no_model_is_refused(what: Any, message: str) -> None:
+    with pytest.raises(midstream.ConfigError, match=message):
+        midstream.Engine(what)
+
+
+def test_layers_that_share_a_module_are_refused() -> None:
+    model = build("bamba")
+    model.model.layers[0] = model.model.layers[1]
+    with pytest.raises(midstream.UnsupportedError, match="share a module"):
+        midstream.Engine(model, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([1, 2, 3], None, r"pass \[text\] or"),
+        ([[1], [2, 999]], None, "prompt 1: "),
+        ([[1]], {"max_tokens": 3}, "params is dict"),
+        ([[1]], midstream.SamplingParams(stop_token_ids=(5000,)), "never produce"),
+    ],
+)
+def test_bad_calls_of_generate_say_what_to_pass(
+    model: Any, prompts: Any, params: Any, message: str
+) -> None:
+    with (
+        guarded_engine(model, **OPTIONS) as engine,
+        pytest.raises(midstream.ConfigError, match=message),
+    ):
+        list(engine.generate(prompts, params))

@@ -1,5 +1,6 @@
-"""Interrupted, interleaved, overloaded: what breaks ends with a reason, and everything else goes on as if alone."""
+"""Interrupted, interleaved, overloaded: what breaks ends with a reason, and the rest goes on as if alone."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ import midstream
 from midstream.runtime.text import ByteTokenizer
 
 GREEDY = midstream.SamplingParams(max_tokens=9, temperature=0.0)
-PROMPTS = [[3 + (i * i + shift) % 29 for i in range(n)] for shift, n in enumerate((1, 8, 17, 16, 30))]
+PROMPTS = [
+    [3 + (i * i + shift) % 29 for i in range(n)] for shift, n in enumerate((1, 8, 17, 16, 30))
+]
 
 
 def greedy(max_tokens: int, **options: Any) -> midstream.SamplingParams:
@@ -159,7 +162,9 @@ def test_a_token_without_text_ends_its_request_and_no_other(streamed: bool) -> N
                 engine.check_books()
         reasons = {out.request_id: out.finish_reason for out in outputs}
         assert len(reasons) == len(handles)
-        assert [i for i, handle in enumerate(handles) if reasons[handle.request_id] == "length"] == others
+        assert [
+            i for i, handle in enumerate(handles) if reasons[handle.request_id] == "length"
+        ] == others
         assert not engine._parts.emitter._states
 
 
@@ -171,7 +176,9 @@ def test_a_stop_string_ends_a_request_while_its_next_token_is_in_flight() -> Non
         want = answer(PROMPTS[2], 12)
         stop = bytes(want[4:6]).decode()
         cut = bytes(want).decode().index(stop)
-        outputs = list(engine.generate([PROMPTS[2], PROMPTS[3]], [greedy(12, stop=stop), greedy(12)]))
+        outputs = list(
+            engine.generate([PROMPTS[2], PROMPTS[3]], [greedy(12, stop=stop), greedy(12)])
+        )
         assert outputs[0].finish_reason == "stop"
         assert list(outputs[0].token_ids) == want[: cut + 2]
         assert outputs[0].text == bytes(want[:cut]).decode()
@@ -207,7 +214,9 @@ def test_weights_may_change_as_soon_as_no_request_is_left() -> None:
 def test_output_tokens_counts_what_requests_got() -> None:
     want = answer(PROMPTS[2], 9)
     with hash_engine(num_state_pages=6) as engine:
-        params = [greedy(9, stop_token_ids=(want[3],)) if p is PROMPTS[2] else GREEDY for p in PROMPTS]
+        params = [
+            greedy(9, stop_token_ids=(want[3],)) if p is PROMPTS[2] else GREEDY for p in PROMPTS
+        ]
         outputs = list(engine.generate(PROMPTS, params))
         settle(engine)
         assert engine.stats()["output_tokens"] == sum(len(out.token_ids) for out in outputs)
@@ -239,3 +248,68 @@ def test_close_gives_the_model_back_although_a_step_in_flight_is_lost(
         monkeypatch.setattr(engine._parts.runner, "wait", raising(RuntimeError("device lost")))
         engine.close()
     assert not model.lowered
+
+
+# -- anything may happen ----------------------------------------------------------------------------
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "kv_block": st.sampled_from((4, 2)),
+        "state_block": st.sampled_from((8, 4, 12)),
+        "max_rows": st.sampled_from((4, 2, 1)),
+        "max_step_tokens": st.sampled_from((24, 7, 70, 1)),
+        "num_state_pages": st.sampled_from((7, 4, 12)),
+        "num_kv_pages": st.sampled_from((33, 40)),
+        "migration": st.sampled_from(("copyfree", "precopy")),
+        "graphs": st.sampled_from(("full", "off")),  # decode steps are padded, or not
+        "cache_mode": st.sampled_from(("align", "align", "none")),
+    }
+)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(("add", "add", "generate", "next", "step", "leave", "abort", "break")),
+        st.integers(0, 60),
+    ),
+    min_size=5,
+    max_size=25,
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(OPTIONS, CALLS)
+def test_whoever_calls_what_in_which_order_every_answer_is_right(
+    options: dict[str, Any], calls: list[tuple[str, int]]
+) -> None:
+    """`generate`, `next` and `leave` start, continue and close generators; `break` loses a launch."""
+    outputs: list[midstream.Output] = []
+    running: list[Any] = []
+    with hash_engine(**options) as engine:
+        for name, value in calls:
+            prompt = PROMPTS[value % 5][: value + 1] + PROMPTS[4][: value % 3]
+            params = greedy(1 + value % 33)
+            if name == "add":
+                engine.add(prompt, params, priority=value % 2)
+            elif name == "generate":
+                running.append(engine.generate([prompt, *PROMPTS[: value % 3]], params))
+            elif name == "next" and running:
+                outputs += [out for out in [next(running[value % len(running)], None)] if out]
+            elif name == "leave" and running:
+                running.pop(value % len(running)).close()
+            elif name == "step":
+                outputs += [u.output for _ in range(value % 9) for u in engine.step() if u.output]
+            elif name == "abort":
+                engine.abort(midstream.Handle(value % 9))
+            elif name == "break":
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(engine._parts.runner.step, "run", raising(RuntimeError("lost")))
+                    with contextlib.suppress(RuntimeError):
+                        outputs += [u.output for u in engine.step() if u.output]
+            engine.check_books()
+        outputs += [out for generator in running for out in generator]
+        outputs += settle(engine)
+        assert not (engine._requests or engine._inboxes or engine._arrivals or engine._updates)
+    assert len({out.request_id for out in outputs}) == len(outputs)
+    for out in outputs:
+        want = answer(out.prompt_token_ids, 64)[: len(out.token_ids)]
+        assert list(out.token_ids) == want
+        assert out.finish_reason in ("length", "abort", "error")

@@ -84,7 +84,9 @@ def test_a_prompt_in_pieces_leaves_the_same_checkpoints(
         assert (chunk.begin, chunk.end) == bound
         assert chunk.samples == (chunk.end == 22) == bool(plan.samples[0])
         assert chunk.export_position == exported
-        assert [item.position for item in plan.publications] == ([] if position is None else [position])
+        assert [item.position for item in plan.publications] == (
+            [] if position is None else [position]
+        )
         rig.launch(plan)
         if len(rig.flights) > 1:
             rig.commit()
@@ -142,7 +144,7 @@ def test_a_prompt_of_whole_blocks_computes_at_least_one_token_the_second_time(le
     rig.serve(text(length), 5)
     again = rig.serve(text(length), 5)
     assert again.lookup is not None and again.lookup.reused == length - 4
-    longer = rig.serve(text(length) + [9], 5)
+    longer = rig.serve([*text(length), 9], 5)
     assert longer.lookup is not None and longer.lookup.reused == length
 
 
@@ -246,14 +248,18 @@ def test_the_last_in_order_is_preempted_and_starts_again_from_its_checkpoints() 
     assert requests[2].lookup is not None and requests[2].lookup.reused == 0  # of its first start
 
 
-def test_a_preempted_request_keeps_its_token_in_flight_and_is_not_started_in_the_same_pass() -> None:
+def test_a_preempted_request_keeps_its_token_in_flight_and_is_not_started_in_the_same_pass() -> (
+    None
+):
     rig, requests = crowded()
     while requests[2].phase is not Phase.DECODE or len(rig.flights) != 1:
         rig.step()
     arrived = len(rig.live.outputs(requests[2].slot))
     assert rig.live.num_outputs[requests[2].slot] == arrived
     rig.preempt(requests[2])
-    assert len(requests[2].outputs) == arrived and list(rig.scheduler.preempted.values()) == [requests[2]]
+    assert len(requests[2].outputs) == arrived and list(rig.scheduler.preempted.values()) == [
+        requests[2]
+    ]
     rig.scheduler._pass -= 1  # as if still in the pass that took the slot away
     plan = planned(rig)
     assert requests[2].slot not in plan.slot.tolist() and requests[2].phase is Phase.WAITING
@@ -275,7 +281,10 @@ def test_an_earlier_prompt_takes_pages_from_later_answers() -> None:
         rig.step()
     assert rig.scheduler.num_preemptions >= 1
     rig.run()
-    assert rig.done == {later.request_id: answer(text(8), 30), first.request_id: answer(text(33, 1), 2)}
+    assert rig.done == {
+        later.request_id: answer(text(8), 30),
+        first.request_id: answer(text(33, 1), 2),
+    }
 
 
 @pytest.mark.parametrize("cached", [True, False])

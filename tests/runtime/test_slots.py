@@ -73,7 +73,10 @@ def test_admission_resets_the_record_of_its_slot_and_leaves_the_others(memory: S
     assert (whole["computed"], whole["resume_page"], whole["accepted"]) == (12, 8, 1)
     assert (whole["state_col"], whole["src_col"], whole["src_off"]) == (NO_COL, NO_COL, 0)
     assert (whole["top_k"], whole["min_position"]) == (4, 40)
-    floats = [getattr(memory, n)[1:2].view(torch.float32).item() for n in ("temperature", "top_p", "min_p")]
+    floats = [
+        getattr(memory, n)[1:2].view(torch.float32).item()
+        for n in ("temperature", "top_p", "min_p")
+    ]
     assert floats == [0.5, 0.25, 0.125]
     assert memory.seed[1].numpy().view(np.uint64).item() == 2**63 + 5
     assert memory.stop_id[1].tolist() == [2, 9] + [-1] * (MAX_STOP_IDS - 2)

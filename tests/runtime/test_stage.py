@@ -3,6 +3,7 @@
 Blocks here: 4 tokens of a KV page, 8 of a state column.  Letters: R rows, T tokens, Q chunks.
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ import midstream
 from midstream.compiler.context import StepView
 from midstream.graphs.table import GraphKey
 from midstream.ops.registry import NULL_PAGE, PADDING
-from midstream.runtime import assembly, stage
+from midstream.runtime import assembly
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.stage import CHUNK, Stage, StageLimits, stage_limits
 
@@ -33,9 +34,11 @@ def text(length: int, seed: int = 0) -> list[int]:
 class Bench:
     """A stage full of garbage, behind the plans of a rig."""
 
-    def __init__(self, max_step_tokens: int = 128, limits: StageLimits | None = None) -> None:
-        self.rig = Rig(Case(max_rows=5, max_step_tokens=max_step_tokens, max_len=128, num_state_pages=60))
-        self.stage = Stage(limits or stage_limits(5, max_step_tokens, 8), CPU)
+    def __init__(self, max_step_tokens: int = 128, state_block: int = 8) -> None:
+        self.block = state_block
+        case = Case(5, max_step_tokens, 4, state_block, num_state_pages=60, max_len=256)
+        self.rig = Rig(case)
+        self.stage = Stage(stage_limits(5, max_step_tokens, state_block), CPU)
         for flat in (self.stage._flat, *(area.flat for area in self.stage._areas)):
             flat.fill_(GARBAGE)
 
@@ -45,13 +48,16 @@ class Bench:
         return plan
 
     def decode(self, plan: StepPlan, rows: int, precopy: bool = False) -> StepView:
-        self.stage.write_decode(plan, self.rig.live, 8, 4, precopy, rows)
+        self.stage.write_decode(plan, self.rig.live, self.block, 4, precopy, rows)
         return self.stage.decode_view(rows)
 
     def chunks(
-        self, plan: StepPlan, pad: Callable[[GraphKey], GraphKey] = lambda key: key, precopy: bool = False
+        self,
+        plan: StepPlan,
+        pad: Callable[[GraphKey], GraphKey] = lambda key: key,
+        precopy: bool = False,
     ) -> StepView:
-        shape = self.stage.write_chunks(plan, self.rig.live, 8, 4, precopy, pad)
+        shape = self.stage.write_chunks(plan, self.rig.live, self.block, 4, precopy, pad)
         return self.stage.chunk_view(shape)
 
     def settle(self, plan: StepPlan) -> None:
@@ -91,7 +97,9 @@ def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -
     assert fields(view) == {
         "token_id": tokens + [0] * 13,
         "position": [*range(70), *range(5)] + [0] * 13,
-        "kv_slot": kv_slots(bench, first.slot, 0, 70) + kv_slots(bench, second.slot, 0, 5) + [PADDING] * 13,
+        "kv_slot": kv_slots(bench, first.slot, 0, 70)
+        + kv_slots(bench, second.slot, 0, 5)
+        + [PADDING] * 13,
         "row_slot": [first.slot, second.slot, PADDING, PADDING],
         "row_start": [0, 70, 75, 75, 75],
         "read_page": [NULL_PAGE] * 4,
@@ -106,8 +114,7 @@ def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -
 
 
 def test_rows_are_cut_at_the_tile_as_well_as_at_exports() -> None:
-    bench = Bench(max_step_tokens=127)
-    bench.rig = Rig(Case(state_block=1024, max_step_tokens=127, max_len=2048, num_kv_pages=600))
+    bench = Bench(max_step_tokens=127, state_block=1024)
     bench.rig.add(text(200), 2)
     view = bench.chunks(bench.plan())
     assert view.chunk_start is not None
@@ -187,7 +194,7 @@ def test_deltas_are_sent_with_their_count() -> None:
 
 def test_a_decode_step_sends_nothing_of_a_chunk_step() -> None:
     bench = Bench()
-    bench.rig.add(text(9), 3)
+    bench.rig.add(text(8), 3)
     plan = bench.plan()
     bench.chunks(plan)
     bench.settle(plan)
@@ -196,7 +203,8 @@ def test_a_decode_step_sends_nothing_of_a_chunk_step() -> None:
     bench.decode(bench.plan(), 1)
     untouched = {n for n, tensor in bench.stage.device.items() if (tensor == GARBAGE).all()}
     assert untouched == {
-        "sample_token", "token_id", "position", "kv_slot", "chunk_start", "chunk_row", "chunk_page", "row_chunk"
+        "sample_token", "token_id", "position", "kv_slot", "chunk_start", "chunk_row", "chunk_page",
+        "row_chunk",
     }  # fmt: skip
 
 
@@ -222,7 +230,7 @@ def test_views_keep_their_addresses_and_fields_do_not_overlap() -> None:
     bench.chunks(bench.plan())
     assert bench.stage.addresses() == before
     spans = sorted((t.data_ptr(), t.data_ptr() + 4 * len(t)) for t in bench.stage.device.values())
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert all((begin - spans[0][0]) % 128 == 0 for begin, _ in spans)
     assert bench.stage.decode_view(2).row_slot.data_ptr() == before["row_slot"]
     shape = GraphKey(8, 2, 2)
@@ -260,7 +268,9 @@ def test_an_area_is_written_again_only_after_its_last_copy() -> None:
     assert log == [word for area in turns for word in (f"wait {area}", f"sent {area}")]
 
 
-@pytest.mark.parametrize(("max_rows", "max_step_tokens", "block"), [(1, 1, 4), (7, 100, 4), (3, 300, 8192)])
+@pytest.mark.parametrize(
+    ("max_rows", "max_step_tokens", "block"), [(1, 1, 4), (7, 100, 4), (3, 300, 8192)]
+)
 def test_the_limits_hold_for_the_step_with_the_most_cuts(
     max_rows: int, max_step_tokens: int, block: int
 ) -> None:
@@ -290,6 +300,7 @@ def test_more_deltas_than_fit_are_sent_ahead_of_the_step(
     with hash_engine(max_step_tokens=64) as engine:
         params = midstream.SamplingParams(max_tokens=12, temperature=0.0)
         outputs = list(engine.generate(prompts * 2, params))
-    assert [list(out.token_ids) for out in outputs] == [answer(prompt, 12) for prompt in prompts * 2]
+    assert [list(out.token_ids) for out in outputs] == [
+        answer(prompt, 12) for prompt in prompts * 2
+    ]
     assert sent and set(sent) == {max_deltas}
-    assert stage.CHUNK == 64
