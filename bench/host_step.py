@@ -101,6 +101,7 @@ Start = Callable[[Sequence[int]], midstream.Engine]
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
     """Engines that decode prompts of the given lengths, one row each."""
+    monkeypatch.setattr(assembly, "check_model", lambda model: None)
     monkeypatch.setattr(assembly, "lower", lambda *args, **options: NoLayers())
     monkeypatch.setattr(assembly, "DeviceStep", NoWork)
     monkeypatch.setattr(assembly, "StepRunner", NoLaunch)

@@ -7,6 +7,7 @@ leaves projections, norms, experts, embeddings and the head to the model's own c
 
 from __future__ import annotations
 
+import copy
 import inspect
 import types
 from contextlib import ExitStack, nullcontext
@@ -207,13 +208,16 @@ def _kv_layout(sites: list[LayerSite], dtype: torch.dtype, kv_block: int) -> KvL
 
 
 def _set_implementations(model: Any, changes: Changes, attention: str, experts: str) -> None:
-    """Select our attention and an experts implementation that can be captured, in every config."""
-    configs = {
-        id(module.config): module.config for module in model.modules() if hasattr(module, "config")
-    }
-    for config in configs.values():
-        changes.set(config, "_attn_implementation_internal", attention)
-        changes.set(config, "_experts_implementation_internal", experts)
+    """Select our attention and experts in configs of the model's own: two models may share one object."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None:
+            if id(config) not in copies:
+                copies[id(config)] = copy.copy(config)
+                copies[id(config)]._attn_implementation_internal = attention
+                copies[id(config)]._experts_implementation_internal = experts
+            changes.set(module, "config", copies[id(config)])
 
 
 def _bind_sites(

@@ -4,35 +4,38 @@ Generates text with a hybrid model of transformers from a local folder.
 midstream generate   prints the configuration first, then each answer as it arrives, and last:
                      tokens per second, time to first token, prompt tokens reused, device, graph
                      replays, fallbacks.  Answers go to stdout, all else to stderr.
+                     --logprobs N adds a line for each token.
 midstream info       prints versions, the device, and what is missing here and why.
 
     midstream generate --model DIR --prompt "Once upon a time" --max-tokens 64 --temperature 0
     midstream generate --model DIR --chat --memory 8GiB
     midstream info
 
-Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when a request failed,
-2 for what is refused, 130 after Ctrl-C.
+Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when a request failed or a
+line of a chat was refused, 2 for what is refused at the start, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-from midstream.errors import ConfigError, MidstreamError
-from midstream.runtime.config import EngineConfig, check_options
+from midstream.errors import CapacityError, ConfigError, MidstreamError
 from midstream.runtime.conversation import Conversation
-from midstream.runtime.engine import Engine
-from midstream.runtime.flags import add_flags, given
-from midstream.runtime.installation import describe, find_installation
-from midstream.runtime.loading import load_model
+from midstream.runtime.flags import FlagParser, OneLineParser, add_flags, given
+from midstream.runtime.installation import describe, find_installation, own_version
+from midstream.runtime.options import EngineConfig
 from midstream.runtime.sampling import SamplingParams
-from midstream.runtime.session import Session
+
+if (
+    TYPE_CHECKING
+):  # torch and transformers come with the commands: help and wrong flags need neither
+    from midstream.runtime.session import Session
 
 FAILED = 1
 REFUSED = 2
@@ -59,8 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The command line; its flags follow the fields of the two public dataclasses."""
     as_written = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("midstream", description=__doc__, formatter_class=as_written)
-    commands = parser.add_subparsers(required=True, metavar="generate | info")
+    parser = OneLineParser("midstream", description=__doc__, formatter_class=as_written)
+    parser.add_argument("--version", action="version", version=f"midstream {own_version()}")
+    commands = parser.add_subparsers(
+        required=True, metavar="generate | info", parser_class=FlagParser
+    )
     generate = commands.add_parser("generate", help="answer prompts, or chat")
     generate.set_defaults(run=run_generate)
     _add_inputs(generate)
@@ -73,6 +79,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run_generate(args: argparse.Namespace) -> int:
     """Answer the prompts of the command line, or those of a chat on stdin."""
+    from midstream.runtime.config import check_options
+    from midstream.runtime.engine import Engine
+    from midstream.runtime.loading import load_model
+    from midstream.runtime.report import config_line, logprob_lines, summary_lines
+    from midstream.runtime.session import Session
+
     options, params = given(args, EngineConfig), SamplingParams(**given(args, SamplingParams))
     check_options(EngineConfig(**options))
     prompts = read_prompts(args)
@@ -84,17 +96,22 @@ def run_generate(args: argparse.Namespace) -> int:
             "give the prompt as ids: --token-ids 1,2,3"
         )
     with Engine(model, tokenizer=tokenizer, **options) as engine:
-        print(config_line(engine, model), file=sys.stderr)
+        _print_all([config_line(engine.config, model, tokenizer)])
         session = Session(engine, params, sys.stdout)
+        num_refused = 0
         try:
             if args.chat:
-                chat(session, Conversation(tokenizer))
+                max_len = engine.config.max_len
+                room = min(params.max_tokens, max_len // 2)  # for the answer
+                num_refused = chat(session, Conversation(tokenizer, max_len - room))
             else:
                 session.answer(prompts)
         finally:
-            for line in session.summary(model.device):
-                print(line, file=sys.stderr)
-        return FAILED if session.num_failed else 0
+            _print_all(logprob_lines(session.outputs, tokenizer))
+            _print_all(
+                summary_lines(session.outputs, session.seconds, engine.stats(), model.device)
+            )
+        return FAILED if session.num_failed or num_refused else 0
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -103,17 +120,37 @@ def run_info(args: argparse.Namespace) -> int:
     return 0
 
 
-def chat(session: Session, conversation: Conversation) -> None:
-    """One answer for each line of stdin, until its end."""
+def chat(session: Session, conversation: Conversation) -> int:
+    """One answer for each line of stdin, until its end.  Returns the number of lines refused."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # the tokenizer refuses what is no text
+    num_refused = 0
     while True:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         if not line:
-            return
+            return num_refused
         if line.strip():
-            (output,) = session.answer([conversation.ask(line.rstrip("\n"))])
-            conversation.answered(output.text or "")
+            try:
+                take_turn(session, conversation, line.rstrip("\n"))
+            except (CapacityError, ConfigError) as error:
+                print(f"midstream: this line has no answer: {error}", file=sys.stderr)
+                num_refused += 1
+
+
+def take_turn(session: Session, conversation: Conversation, line: str) -> None:
+    """Answer one line; a line that has no answer leaves the conversation as it was."""
+    (output,) = session.answer([conversation.ask(line)])
+    if output.error is not None:
+        return
+    num_left_out = conversation.answered(output.text or "")
+    if num_left_out:
+        print(
+            f"midstream: the history no longer fits: oldest questions dropped, {num_left_out} of "
+            f"{num_left_out + conversation.num_questions}",
+            file=sys.stderr,
+        )
 
 
 def read_prompts(args: argparse.Namespace) -> list[str | list[int]]:
@@ -135,16 +172,6 @@ def parse_token_ids(text: str) -> list[int]:
         ) from None
 
 
-def config_line(engine: Engine, model: Any) -> str:
-    """All that the engine runs with, in one line."""
-    config = engine.config
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    values["hash_key"] = "random" if config.hash_key is None else "given"  # it is a secret
-    values["graph_rows"] = ",".join(map(str, config.graph_rows)) or "none"
-    values |= {"model": type(model).__name__, "dtype": model.dtype, "device": model.device}
-    return "config: " + " ".join(f"{name}={value}" for name, value in values.items())
-
-
 def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder of transformers")
     parser.add_argument(
@@ -161,6 +188,11 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     )
     inputs.add_argument("--token-ids", action="append", metavar="IDS", help="1,2,3" + repeat)
     inputs.add_argument("--chat", action="store_true", help="one turn for each line of stdin")
+
+
+def _print_all(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)
 
 
 def _read_file(path: str) -> str:

@@ -91,7 +91,9 @@ class Committer:
         self, plan: StepPlan, alive: npt.NDArray[np.bool_], result: StepResult
     ) -> list[Arrival]:
         """Tokens sampled for requests that lost their slot while the step was in flight are kept."""
-        arrivals = []
+        arrivals: list[Arrival] = []
+        if not self.scheduler.preempted:
+            return arrivals
         for row in np.nonzero(~alive & (plan.samples != 0))[0].tolist():
             request = self.scheduler.preempted.get(int(plan.epoch[row]))
             if request is None or request.phase is not Phase.WAITING:

@@ -15,35 +15,13 @@ import torch
 
 from midstream.errors import ConfigError, UnsupportedError
 from midstream.graphs.table import GraphKey
+from midstream.runtime.options import EngineConfig as EngineConfig  # public from here too
 
 CACHE_MODES = ("none", "align")
 GRAPH_MODES = ("full", "off")
 MIGRATIONS = ("copyfree", "precopy")
 COMPILE_MODES = ("eager", "inductor")
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """Options of `midstream.Engine`.  Every field is also a flag of the command line."""
-
-    cache_mode: str = "align"  # "none": no reuse; "align": checkpoints on the state_block grid
-    state_block: int = 64  # tokens between checkpoints; a multiple of kv_block
-    kv_block: int = 16  # tokens of a KV page, and the grid of hit positions
-    max_rows: int = 256  # live requests at once
-    max_step_tokens: int = 8192  # tokens computed in one step
-    max_len: int | None = None  # prompt + output; None: what the model and the pools hold
-    memory: str | int = "80%"  # of free memory, or bytes ("8GiB"), for state and KV pages
-    num_state_pages: int | None = None  # None: planned from memory
-    num_kv_pages: int | None = None  # None: planned from memory
-    graphs: str = "full"  # "full": decode steps and short prompts are captured; "off": always eager
-    migration: str = "auto"  # "copyfree", "precopy" or "auto"
-    retention: str | int | None = "auto"  # every state_block boundary is kept, whatever this says
-    state_dtype: str = "float32"  # of recurrent (temporal) state
-    compile: str = "auto"  # "eager", "inductor", or "auto": inductor where there is a GPU
-    hash_key: str | None = (
-        None  # 32 hex digits; None: random, so that block hashes cannot be predicted
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ class _TextState:
     decoder: Decoder
     matcher: StopMatcher
     pieces: list[str] = field(default_factory=list)
+    num_tokens: int = 0
     ended: bool = False  # nothing is held back
 
 
@@ -32,6 +33,11 @@ class Emitter:
         request, piece = arrival.request, ""
         state = self._state(request)
         if arrival.token_id not in request.sampling.stop_ids:
+            state.num_tokens += 1
+            if state.num_tokens < request.params.min_tokens:
+                piece = state.decoder.push(arrival.token_id)  # too early to stop
+                state.pieces.append(piece)
+                return piece, False
             matched = state.matcher.push(state.decoder.push(arrival.token_id))
             if matched.stop is not None:
                 state.ended = True

@@ -25,6 +25,7 @@ from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
 from midstream.runtime.intake import Prompt
+from midstream.runtime.interrupts import deferred_interrupt
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.poison import poison_free_pages
 from midstream.runtime.request import Lookup, Output, Request
@@ -150,6 +151,7 @@ class Engine:
 
     def abort(self, handle: Handle) -> None:
         """End a request now.  Its output arrives with the next `step()`; unknown handles are ignored."""
+        self._check_open()
         request = self._requests.get(handle.request_id)
         if request is not None:
             self._finish(request, "abort", (), None)
@@ -214,6 +216,7 @@ class Engine:
 
     def check_books(self) -> None:
         """Raise ContractError unless every page is free, cached or owned, exactly once."""
+        self._check_open()
         self._parts.ownership.index.check_books()
 
     def close(self) -> None:
@@ -240,6 +243,10 @@ class Engine:
 
     def _turn(self) -> None:
         """Launch the next step and take in what the step before it brought."""
+        with deferred_interrupt():
+            self._turn_whole()
+
+    def _turn_whole(self) -> None:
         self._deliver()
         plan = self._schedule()
         if plan is not None:

@@ -3,9 +3,43 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
+
+from midstream.runtime.options import meaning_of
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Refuses in one line, without the usage of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class FlagParser(OneLineParser):
+    """Names the nearest flag when one is unknown, before it misses another."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._refuse_unknown(args or ())
+        found, rest = super().parse_known_args(args, namespace)
+        if rest:
+            self.error(f"{rest[0]!r} belongs to no flag; a text with spaces needs quotes")
+        return found, rest
+
+    def _refuse_unknown(self, words: Sequence[str]) -> None:
+        known = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for word in words:
+            name = word.partition("=")[0]
+            # argparse takes words with spaces for values, and beginnings of flags for flags
+            if not name.startswith("--") or name == "--" or " " in name:
+                continue
+            if not any(flag.startswith(name) for flag in known):
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                self.error(f"unknown flag {name}{hint}")
 
 
 def add_flags(parser: argparse._ActionsContainer, config: type) -> None:
@@ -17,7 +51,7 @@ def add_flags(parser: argparse._ActionsContainer, config: type) -> None:
             dest=field.name,
             default=argparse.SUPPRESS,
             **_action(hints[field.name]),
-            help=f"{type_name(hints[field.name])}, default {_default(field)}",
+            help=_help(field, hints[field.name]),
         )
 
 
@@ -62,6 +96,16 @@ def type_name(hint: Any) -> str:
     return " or ".join(names.get(kind, kind.__name__) for kind in _kinds(hint))
 
 
+def default_text(field: Field[Any]) -> str:
+    """How help and documents write the default of a field."""
+    return "none" if field.default in (None, (), MISSING) else str(field.default)
+
+
+def _help(field: Field[Any], hint: Any) -> str:
+    text = f"{meaning_of(field)} ({type_name(hint)}, default {default_text(field)})"
+    return text.lstrip().replace("%", "%%")  # argparse expands % in help
+
+
 def _action(hint: Any) -> dict[str, Any]:
     """The argparse keywords that read a value of this type."""
     if hint is bool:
@@ -74,10 +118,3 @@ def _action(hint: Any) -> dict[str, Any]:
 
 def _kinds(hint: Any) -> tuple[Any, ...]:
     return get_args(hint) or (hint,)
-
-
-def _default(field: Field[Any]) -> str:
-    if field.default is not MISSING:
-        # argparse expands % in help
-        return "none" if field.default in (None, ()) else str(field.default).replace("%", "%%")
-    return "none"

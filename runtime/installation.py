@@ -1,4 +1,8 @@
-"""What this installation can run, and what is missing for the rest."""
+"""
+What this installation can run, and what is missing for the rest.
+
+Imports torch late: the command line reads its own version from here.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-import torch
-
-from midstream.compiler.families import FAMILIES
-
 TESTED_TRANSFORMERS = ("5.17.0", "5.24.0")
 
+_NOT_INSTALLED = "source tree, not installed"
 _PACKAGES = ("midstream", "torch", "triton", "numba", "numpy", "transformers")
 
 
@@ -30,8 +31,15 @@ class Installation:
     has_fla: bool
 
 
+def own_version() -> str:
+    """The version of midstream."""
+    return _version("midstream") or _NOT_INSTALLED
+
+
 def find_installation() -> Installation:
     """Look at this machine.  Starts a CUDA context where there is a GPU, to read its name."""
+    import torch
+
     has_gpu = torch.cuda.is_available()
     return Installation(
         python=platform.python_version(),
@@ -45,8 +53,10 @@ def find_installation() -> Installation:
 
 def describe(found: Installation) -> list[str]:
     """The report, one line per fact: what is there, or what is not and why."""
+    from midstream.compiler.families import FAMILIES
+
     packages = {name: text or "not installed" for name, text in found.packages.items()}
-    packages["midstream"] = found.packages["midstream"] or "source tree, not installed"
+    packages["midstream"] = found.packages["midstream"] or _NOT_INSTALLED
     packages["transformers"] = _transformers(found.packages["transformers"])
     rows = {
         "python": found.python,

@@ -51,6 +51,11 @@ class Intake:
                 f"Engine: stop={params.stop!r} needs text, but the engine has no tokenizer; "
                 "pass tokenizer= to Engine, or use stop_token_ids"
             )
+        if (params.logprobs or 0) > self.vocab_size:
+            raise ConfigError(
+                f"Engine: logprobs={params.logprobs}, but the vocabulary has {self.vocab_size} tokens; "
+                "ask for at most as many"
+            )
         tokens = self._tokens(prompt)
         room = self.config.max_len - len(tokens)
         if room < 1:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ from midstream.runtime.text import ByteTokenizer
 log = logging.getLogger("midstream")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+BYTES = "bytes"  # "tokenizer_class" in config.json: ids 0 to 255 are bytes
 BYTE_VOCABULARY = range(256, 301)  # vocabulary sizes that bytes and a few markers may have
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # whole, or sharded: the name + .index.json
@@ -26,8 +30,8 @@ def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto")
     """The model in eval mode on `device`, and its tokenizer; nothing is downloaded.
 
     `dtype` "auto" is the one in config.json, `device` "auto" a GPU if there is one.  Without
-    tokenizer files the tokenizer is the byte tokenizer if the vocabulary has the size for it, else
-    None.
+    tokenizer files the tokenizer is the byte tokenizer if config.json says "tokenizer_class":
+    "bytes" or, with a warning, if the vocabulary has the size for it; else None.
 
     Raises:
         ConfigError: no directory, no config.json, no weights, an unknown family, damaged files.
@@ -38,7 +42,7 @@ def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto")
     check_weights(directory)
     model = _load_weights(directory, _dtype(dtype)).to(_device(device)).eval()
     model.requires_grad_(False)
-    return model, load_tokenizer(directory, model.config.vocab_size)
+    return model, load_tokenizer(directory, config)
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -97,14 +101,14 @@ def check_weights(directory: Path) -> None:
     )
 
 
-def load_tokenizer(directory: Path, vocab_size: int) -> Any:
-    """The tokenizer in `directory`, the byte tokenizer, or None.
+def load_tokenizer(directory: Path, config: dict[str, Any]) -> Any:
+    """The tokenizer in `directory`, the byte tokenizer, or None.  `config` is its config.json.
 
     Raises:
         ConfigError: when tokenizer files are there and cannot be read.
     """
     if not any((directory / name).is_file() for name in _TOKENIZER):
-        return ByteTokenizer() if vocab_size in BYTE_VOCABULARY else None
+        return _byte_tokenizer(directory, config)
     from transformers import AutoTokenizer
 
     try:
@@ -116,15 +120,41 @@ def load_tokenizer(directory: Path, vocab_size: int) -> Any:
         ) from error
 
 
+def _byte_tokenizer(directory: Path, config: dict[str, Any]) -> ByteTokenizer | None:
+    """What stands in for tokenizer files."""
+    if config.get("tokenizer_class") == BYTES:
+        return ByteTokenizer()
+    if config.get("vocab_size") not in BYTE_VOCABULARY:
+        return None
+    log.warning("no tokenizer files in %s: taking bytes (ids 0-255)", directory)
+    return ByteTokenizer()
+
+
+@contextmanager
+def _progress_on_terminals_only() -> Iterator[None]:
+    """The progress bar of transformers would fill a log file."""
+    from transformers.utils import logging as transformers_logging
+
+    silenced = transformers_logging.is_progress_bar_enabled() and not sys.stderr.isatty()
+    if silenced:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if silenced:
+            transformers_logging.enable_progress_bar()
+
+
 def _load_weights(directory: Path, dtype: torch.dtype | str) -> Any:
     """The model on the CPU, with every parameter read from the files."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        with _progress_on_terminals_only():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=dtype, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"load_model: '{directory}' cannot be loaded ({_first_line(error)}); "

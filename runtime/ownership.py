@@ -87,18 +87,20 @@ class PageOwnership:
 
     def release(self, request: Request) -> None:
         """Give back all that the request owns.  Published pages stay cached."""
-        self.kv_pool.release(request.kv_pages)
-        self.state_pool.release([request.running_page, request.resume_page])
-        request.kv_pages = []
+        # forget before releasing: whoever is interrupted and tries again releases nothing twice
+        kv_pages, request.kv_pages = request.kv_pages, []
+        state_pages = [request.running_page, request.resume_page]
         request.running_page = request.resume_page = 0
+        self.kv_pool.release(kv_pages)
+        self.state_pool.release(state_pages)
 
     def give_back(self, plan: StepPlan) -> None:
         """Release what only the plan holds, once its step is committed or given up; again is no harm."""
         for chunk in plan.chunks:
-            self.state_pool.release(chunk.export_page)
-            chunk.export_page = []
-        self.state_pool.release(plan.released)
-        plan.released = []
+            pages, chunk.export_page = chunk.export_page, []
+            self.state_pool.release(pages)
+        pages, plan.released = plan.released, []
+        self.state_pool.release(pages)
 
     def _moves(self, request: Request, begin: int, col: int) -> bool:
         if request.running_page == 0:

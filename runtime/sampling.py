@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from midstream.errors import ConfigError
+from midstream.runtime.options import option
 
 MAX_STOP_IDS = 8  # columns of the op's stop_id table
 MAX_LOGPROBS = 20
@@ -33,17 +34,19 @@ class SamplingParams:
 to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
     """
 
-    max_tokens: int = 16  # the answer is not longer
-    min_tokens: int = 0  # nothing that ends the answer is sampled before
-    temperature: float = 1.0  # 0: greedy
-    top_k: int = 0  # keep the k likeliest tokens; 0: all
-    top_p: float = 1.0  # keep the smallest set of tokens with this mass
-    min_p: float = 0.0  # drop tokens less likely than this part of the likeliest
-    seed: int | None = None  # None: the engine draws one
-    stop_token_ids: tuple[int, ...] = ()  # these end the answer, besides end-of-sequence
-    stop: tuple[str, ...] = ()  # so do these strings; they are not part of the text
-    ignore_eos: bool = False  # end-of-sequence does not end the answer
-    logprobs: int | None = None  # likeliest tokens reported besides the sampled; None: no report
+    max_tokens: int = option(16, "the answer is not longer; clipped to the room left under max_len")
+    min_tokens: int = option(0, "nothing that ends the answer is sampled before")
+    temperature: float = option(1.0, "0: greedy")
+    top_k: int = option(0, "keep the k likeliest tokens; 0: all")
+    top_p: float = option(1.0, "keep the smallest set of tokens with this mass")
+    min_p: float = option(0.0, "drop tokens less likely than this part of the likeliest")
+    seed: int | None = option(None, "none: the engine draws one")
+    stop_token_ids: tuple[int, ...] = option((), "these end the answer, besides end-of-sequence")
+    stop: tuple[str, ...] = option((), "so do these strings; they are not part of the text")
+    ignore_eos: bool = option(False, "end-of-sequence does not end the answer")
+    logprobs: int | None = option(
+        None, "likeliest tokens reported besides the sampled, 0 to 20; none: no report"
+    )
 
     def __post_init__(self) -> None:
         self._check_int("max_tokens", 1, _MAX_INT32, "ask for at least one token")

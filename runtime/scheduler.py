@@ -45,6 +45,7 @@ class Scheduler:
             int, Request
         ] = {}  # by lost epoch; a step in flight may hold its token
         self.num_preemptions = 0
+        self._prefilling: list[Request] = []  # those of them that have known tokens left, in order
         self._decoding: I32 = np.zeros(0, np.int32)  # slots in decode, in order
         self._decoding_stale = False
         self._pass = 0
@@ -79,7 +80,7 @@ class Scheduler:
         self._pass += 1
         self._extend_decoding(plan)
         budget = self.max_step_tokens - len(self._decode_rows())
-        for request in [r for r in self.running if r.phase is Phase.PREFILL]:
+        for request in list(self._prefilling):
             # an earlier request of this loop may have taken the slot away
             if budget > 0 and request.phase is Phase.PREFILL:
                 budget -= self._add_chunk(plan, request, budget)
@@ -89,6 +90,7 @@ class Scheduler:
     def to_decode(self, request: Request) -> None:
         """The request's known tokens are scheduled; from the next step on it decodes."""
         request.phase = Phase.DECODE
+        self._prefilling.remove(request)
         self._decoding_stale = True
 
     def keys(self, request: Request, num_tokens: int) -> list[int]:
@@ -184,6 +186,7 @@ class Scheduler:
         own.write_tables(request, plan.deltas)
         self.waiting.remove(request)
         insort(self.running, request, key=lambda r: r.order)
+        insort(self._prefilling, request, key=lambda r: r.order)
         request.phase = Phase.PREFILL
         if request.lookup is None:
             request.admitted_at = time.perf_counter()
@@ -224,10 +227,12 @@ class Scheduler:
         self.add(request)
 
     def _leave_slot(self, request: Request) -> None:
+        self._decoding_stale = True
+        self.running.remove(request)
+        if request.phase is Phase.PREFILL:
+            self._prefilling.remove(request)
         self.live.release(request)
         self.ownership.release(request)
-        self.running.remove(request)
-        self._decoding_stale = True
 
     # -- plan -------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""One run of an engine for a person: answers as they arrive, numbers at the end."""
+"""Answers prompts for a person: text as it arrives, in the order of the prompts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-import torch
-
-from midstream.runtime.engine import Engine, Update
+from midstream.errors import CapacityError, ConfigError
+from midstream.runtime.engine import Engine, Handle, Update
 from midstream.runtime.request import Output
 from midstream.runtime.sampling import SamplingParams
 
@@ -55,67 +54,70 @@ class AnswerPrinter:
 
 
 class Session:
-    """Answers prompts with one engine and one set of sampling parameters, and keeps the count."""
+    """Answers prompts with one engine and one set of sampling parameters, and keeps the outputs."""
 
     def __init__(self, engine: Engine, params: SamplingParams, stream: TextIO) -> None:
         self._engine = engine
         self._params = params
         self._stream = stream
-        self._outputs: list[Output] = []
-        self._seconds = 0.0  # of answering, reading input excluded
+        self.outputs: list[Output] = []  # of all answers, those cut off included
+        self.seconds = 0.0  # of answering, reading input excluded
 
     @property
     def num_failed(self) -> int:
         """Requests that ended with an error."""
-        return sum(output.finish_reason == "error" for output in self._outputs)
+        return sum(output.finish_reason == "error" for output in self.outputs)
 
     def answer(self, prompts: Sequence[Prompt]) -> list[Output]:
-        """Print the answers as they arrive; returns them in the order of the prompts."""
-        printer = AnswerPrinter(len(prompts), self._stream)
-        outputs: list[Output | None] = [None] * len(prompts)
+        """Print the answers as they arrive; returns them in the order of the prompts.
+
+        Raises:
+            ConfigError, CapacityError: a prompt is refused; nothing was printed.
+        """
         started = time.perf_counter()
-        handles = [self._engine.add(prompt, self._params, stream=True) for prompt in prompts]
-        # request id -> place among the prompts
-        places = {handle.request_id: place for place, handle in enumerate(handles)}
-        while self._engine.num_unfinished:
-            for update in self._engine.step():
-                place = places[update.handle.request_id]
-                printer.push(place, update)
-                outputs[place] = update.output
-        self._seconds += time.perf_counter() - started
-        done = [output for output in outputs if output is not None]
-        self._report_errors(done)
-        self._outputs += done
+        outputs: dict[Handle, Output] = {}
+        handles = self._add_all(prompts)
+        places = {handle: place for place, handle in enumerate(handles)}
+        printer = AnswerPrinter(len(handles), self._stream)
+        try:
+            while self._engine.num_unfinished:
+                for update in self._engine.step():
+                    printer.push(places[update.handle], update)
+                    if update.output is not None:
+                        outputs[update.handle] = update.output
+        except KeyboardInterrupt:
+            self._stream.write("\n")
+            outputs |= self._cut_off(handles)
+            raise
+        finally:
+            self.seconds += time.perf_counter() - started
+            done = [outputs[handle] for handle in handles if handle in outputs]
+            self.outputs += done
+        _print_errors(done)
         return done
 
-    def summary(self, device: torch.device) -> list[str]:
-        """What was measured, and how the steps ran; empty if nothing was answered."""
-        stats, outputs = self._engine.stats(), self._outputs
-        if not outputs:
-            return []
-        num_tokens = sum(len(output.token_ids) for output in outputs)
-        num_prompt = sum(len(output.prompt_token_ids) for output in outputs)
-        num_cached = sum(output.num_cached_tokens for output in outputs)
-        rate = num_tokens / self._seconds if self._seconds else 0.0
-        fallbacks = ", ".join(f"{why}: {n}" for why, n in stats["graph_fallbacks"].items())
-        return [
-            f"{num_tokens} tokens in {self._seconds:.2f} s, {rate:.1f} tokens/s; "
-            f"first token after {_first_token_ms(outputs)}; "
-            f"{num_cached} of {num_prompt} prompt tokens reused",
-            f"device {device}; {stats['graph_replays']} graph replays; "
-            f"fallbacks: {fallbacks or 'none'}",
-        ]
+    def _add_all(self, prompts: Sequence[Prompt]) -> list[Handle]:
+        """Queue all prompts, or none if one is refused, which is named."""
+        handles: list[Handle] = []
+        for place, prompt in enumerate(prompts, start=1):
+            try:
+                handles.append(self._engine.add(prompt, self._params, stream=True))
+            except (ConfigError, CapacityError) as error:
+                self._cut_off(handles)
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompt {place} of {len(prompts)}: {error}") from error
+        return handles
 
-    def _report_errors(self, outputs: Sequence[Output]) -> None:
-        for place, output in enumerate(outputs, start=1):
-            if output.error is not None:
-                print(f"midstream: request {place} failed: {output.error}", file=sys.stderr)
+    def _cut_off(self, handles: Sequence[Handle]) -> dict[Handle, Output]:
+        """End these requests; returns how far they came."""
+        for handle in handles:
+            self._engine.abort(handle)
+        updates = self._engine.step()
+        return {update.handle: update.output for update in updates if update.output is not None}
 
 
-def _first_token_ms(outputs: Sequence[Output]) -> str:
-    """Least and most of the times to the first token."""
-    times = [o.timing.first_token * 1e3 for o in outputs if o.timing.first_token is not None]
-    if not times:
-        return "no time: there is none"
-    least, most = min(times), max(times)
-    return f"{least:.0f} ms" if len(times) == 1 else f"{least:.0f} to {most:.0f} ms"
+def _print_errors(outputs: Sequence[Output]) -> None:
+    for place, output in enumerate(outputs, start=1):
+        if output.error is not None:
+            print(f"midstream: request {place} failed: {output.error}", file=sys.stderr)

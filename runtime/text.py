@@ -60,7 +60,15 @@ class ByteTokenizer:
     eos_token_id = 256
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode())
+        """Raises ConfigError for a text that UTF-8 cannot write: half a surrogate pair."""
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"ByteTokenizer: character {error.start} of the text is {text[error.start]!r}, half of a "
+                "surrogate pair (so Python writes a byte that is not UTF-8); expected text that UTF-8 can "
+                "write; give bytes as token ids: list(data)"
+            ) from error
 
     def decode(
         self,

@@ -94,6 +94,7 @@ def model_config() -> BambaConfig:
         bos_token_id=END_OF_TEXT,
         eos_token_id=END_OF_TEXT,
         pad_token_id=PAD,
+        tokenizer_class="bytes",  # no tokenizer files: ids 0 to 255 are bytes
     )
 
 

@@ -76,7 +76,7 @@ def test_a_failure_halfway_leaves_the_model_as_it_was(monkeypatch: pytest.Monkey
 def test_a_lowered_model_does_not_run_by_itself() -> None:
     model = build("bamba")
     lowered = lower(model)
-    with pytest.raises(ContractError, match="outside of a step"):
+    with pytest.raises(ContractError, match="called while it is lowered"):
         logits(model)
     lowered.undo()
     logits(model)

@@ -128,6 +128,7 @@ def hash_engine(
     options = {"num_state_pages": 30, "num_kv_pages": 80} | options
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MIDSTREAM_POISON", "1")
+        patch.setattr(assembly, "check_model", lambda model: None)
         patch.setattr(assembly, "lower", HashLowered)
         engine = midstream.Engine(model or HashLanguageModel(), tokenizer, **options)
     ownership = engine._parts.ownership

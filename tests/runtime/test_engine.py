@@ -440,3 +440,37 @@ def test_bad_calls_of_generate_say_what_to_pass(
         pytest.raises(midstream.ConfigError, match=message),
     ):
         list(engine.generate(prompts, params))
+
+
+def test_two_models_that_share_a_config_object_are_lowered_apart() -> None:
+    one = build("bamba")
+    two = type(one)(one.config).eval().requires_grad_(False)
+    two.load_state_dict(build("bamba", seed=5).state_dict())
+    other = Oracle(build("bamba", seed=5))
+    prompt = draw(12, 17)
+    first = midstream.Engine(one, **OPTIONS)
+    assert Oracle(two).greedy(prompt, 3) == other.greedy(prompt, 3)  # not lowered, not disturbed
+    with guarded_engine(two, **OPTIONS) as second:
+        first.close()
+        assert list(serve(second, [prompt], 6)[0].token_ids) == other.greedy(prompt, 6)
+    assert Oracle(two).greedy(prompt, 3) == other.greedy(prompt, 3)
+    assert Oracle(one).greedy(prompt, 3) == Oracle(build("bamba")).greedy(prompt, 3)
+
+
+def test_more_logprobs_than_the_vocabulary_has_are_refused_and_hurt_nobody() -> None:
+    with guarded_engine(build("bamba", vocab_size=10), **OPTIONS) as engine:
+        params = midstream.SamplingParams(max_tokens=4, **GREEDY)
+        engine.add([3, 4, 5], params)
+        with pytest.raises(midstream.ConfigError, match="vocabulary has 10"):
+            engine.add([3, 4, 6], midstream.SamplingParams(logprobs=20))
+        assert [out.finish_reason for out in run(engine)] == ["length"]
+
+
+def test_min_tokens_puts_a_stop_string_off(device: torch.device) -> None:
+    model = build("bamba", vocab_size=260).to(device)
+    with guarded_engine(model, tokenizer=ByteTokenizer(), **OPTIONS) as engine:
+        greedy = {"temperature": 0.0, "max_tokens": 20}
+        whole = next(iter(engine.generate(["abc"], midstream.SamplingParams(**greedy))))
+        assert whole.text
+        params = midstream.SamplingParams(min_tokens=10, stop=whole.text[0], **greedy)
+        assert len(next(iter(engine.generate(["abc"], params))).token_ids) >= 10

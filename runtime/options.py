@@ -1,0 +1,57 @@
+"""The options of an engine, as fields that carry their meaning: help and documents are made from them."""
+
+from __future__ import annotations
+
+from dataclasses import Field, dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def option(default: T, meaning: str) -> T:
+    """A dataclass field with a default and, for `meaning_of`, what it does and which values it takes."""
+    return field(default=default, metadata={"meaning": meaning})
+
+
+def meaning_of(field: Field[Any]) -> str:
+    """What `option` was told; empty for a plain field."""
+    text: str = field.metadata.get("meaning", "")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Options of `midstream.Engine`.  Every field is also a flag of the command line."""
+
+    cache_mode: str = option(
+        "align", '"none": no reuse; "align": checkpoints on the grid of state_block tokens'
+    )
+    state_block: int = option(64, "tokens between checkpoints; a multiple of kv_block")
+    kv_block: int = option(16, "tokens of a KV page, and the grid of resume points")
+    max_rows: int = option(256, "live requests at once")
+    max_step_tokens: int = option(8192, "tokens computed in one step")
+    max_len: int | None = option(
+        None, "tokens of prompt and answer together; none: what the model and the pools hold"
+    )
+    memory: str | int = option(
+        "80%", 'for state and KV pages: a share of the free memory, or bytes such as "8GiB"'
+    )
+    num_state_pages: int | None = option(None, "none: planned from memory")
+    num_kv_pages: int | None = option(None, "none: planned from memory")
+    graphs: str = option(
+        "full",
+        '"full": decode steps and short prompts are captured; "off": every step runs eagerly',
+    )
+    migration: str = option(
+        "auto",
+        '"copyfree": layers read one page and write the next; "precopy": states are copied first; '
+        '"auto": copyfree',
+    )
+    retention: str | int | None = option(
+        "auto", "every boundary of state_block is kept, whatever this says"
+    )
+    state_dtype: str = option("float32", 'of recurrent state: "float32" or "bfloat16"')
+    compile: str = option("auto", '"eager", "inductor", or "auto": inductor where there is a GPU')
+    hash_key: str | None = option(
+        None, "32 hexadecimal digits; none: random, so that block hashes cannot be predicted"
+    )
