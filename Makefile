@@ -2,10 +2,12 @@
 #
 #   PYTHON=python3.12  interpreter that the environment is made from
 #   INSTALL=0          make no environment: run $(PYTHON), which has the packages already
+#   WORKERS=2          processes that share the test files; 0: one, without pytest-xdist
 
 PYTHON ?= python3
 INSTALL ?= 1
 VENV ?= .venv
+WORKERS ?= 2
 HF_OLD := 5.17
 
 export OMP_NUM_THREADS ?= 1
@@ -20,19 +22,21 @@ else
 RUN := env PYTHONPATH=src $(PYTHON)
 endif
 
+PYTEST = -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist loadfile)
+
 .PHONY: test test-hf-old demo check install clean
 
 # The last line is pytest's summary of the whole suite.
 test: $(READY) $(if $(READY_OLD),test-hf-old)
 	@$(RUN) -c 'import torch, transformers as t; print(f"suite: torch {torch.__version__}, transformers {t.__version__}")'
-	@$(RUN) -m pytest
+	@$(RUN) $(PYTEST)
 
 # What depends on the release of transformers, again with the older one that is supported.
 test-hf-old: RUN_OLD = env PYTHONPATH=$(abspath $(VENV))/hf-$(HF_OLD) $(RUN)
 test-hf-old: $(READY) $(READY_OLD)
 	@$(RUN_OLD) -c 'import transformers as t; assert t.__version__.startswith("$(HF_OLD)."), t.__version__; \
 	print(f"older release: transformers {t.__version__}")'
-	@$(RUN_OLD) -m pytest tests/compiler tests/runtime/test_tokens.py
+	@$(RUN_OLD) $(PYTEST) tests/compiler tests/runtime/test_tokens.py
 
 demo: $(READY)
 	@$(RUN) bench/demo.py

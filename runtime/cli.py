@@ -147,8 +147,7 @@ def take_turn(session: Session, conversation: Conversation, line: str) -> None:
     num_left_out = conversation.answered(output.text or "")
     if num_left_out:
         print(
-            f"midstream: the history no longer fits: oldest questions dropped, {num_left_out} of "
-            f"{num_left_out + conversation.num_questions}",
+            f"midstream: the history no longer fits; oldest questions dropped: {num_left_out}",
             file=sys.stderr,
         )
 

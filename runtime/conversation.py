@@ -29,11 +29,6 @@ class Conversation:
             token_ids = self._encode(self._asked)
         return token_ids
 
-    @property
-    def num_questions(self) -> int:
-        """Answered questions in the history."""
-        return len(self._turns) // 2
-
     def answered(self, text: str) -> int:
         """Add the last question and its answer.  Returns the earlier pairs that `ask` left out."""
         num_left_out = (len(self._turns) + 1 - len(self._asked)) // 2

@@ -1,4 +1,5 @@
 import io
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,9 @@ import tiny_models
 
 from midstream.runtime import cli
 from midstream.runtime.engine import Engine
+from midstream.runtime.installation import own_version
 from midstream.runtime.loading import load_model
+from midstream.runtime.options import EngineConfig, meaning_of
 from midstream.runtime.sampling import SamplingParams
 
 ENGINE = ("--memory", "16MiB", "--max-rows", "2", "--device", "cpu")
@@ -18,7 +21,7 @@ STEM = "the same beginning of every turn, long enough to fill one block of a che
 def bytes_model(tmp_path_factory) -> Path:
     """A checkpoint that reads and writes bytes."""
     folder = tmp_path_factory.mktemp("bytes")
-    tiny_models.build("bamba", vocab_size=260).save_pretrained(folder)
+    tiny_models.build("bamba", vocab_size=260, tokenizer_class="bytes").save_pretrained(folder)
     return folder
 
 
@@ -59,10 +62,9 @@ def test_several_answers_are_labelled_in_the_order_of_the_prompts(bytes_model, t
 
 def test_configuration_comes_first_and_numbers_last_on_stderr(bytes_model, capsys):
     generate(bytes_model, "--prompt", "midstream", "--kv-block", "32", "--hash-key", "ab" * 16)
-    lines = [
-        line for line in capsys.readouterr().err.splitlines() if line and "Loading" not in line
-    ]
-    assert lines[0].startswith("config: cache_mode=align state_block=64 kv_block=32 ")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("config: model=BambaForCausalLM dtype=float32 device=cpu ")
+    assert " kv_block=32 " in lines[0]
     assert "hash_key=given" in lines[0]
     assert "ab" * 16 not in lines[0]
     assert lines[-2].startswith("6 tokens in ")
@@ -82,6 +84,34 @@ def test_a_chat_resumes_from_the_turns_before(bytes_model, capsys, monkeypatch):
     assert captured.err.splitlines()[-2].startswith("12 tokens in ")
     reused = int(captured.err.splitlines()[-2].split("; ")[-1].split()[0])
     assert reused >= 64
+
+
+def test_a_full_history_loses_its_oldest_questions_and_a_line_too_long_is_reported(
+    bytes_model, capsys, monkeypatch
+):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{STEM}\n{STEM}\n{'y' * 400}\n{STEM}\n"))
+    assert generate(bytes_model, "--chat", "--max-len", "200") == cli.FAILED
+    captured = capsys.readouterr()
+    assert captured.err.count("oldest questions dropped: 1") == 1
+    assert captured.err.count("this line has no answer: Engine: the prompt has 401 tokens") == 1
+    assert "\n18 tokens in " in captured.err
+
+
+def test_a_line_that_is_no_text_is_reported_and_the_chat_goes_on(bytes_model, capsys, monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\none\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", lines)
+    assert generate(bytes_model, "--chat") == cli.FAILED
+    err = capsys.readouterr().err
+    assert "this line has no answer: ByteTokenizer: character 0 of the text" in err
+    assert "\n6 tokens in " in err
+
+
+def test_logprobs_are_printed_one_line_for_each_token(bytes_model, capsys):
+    assert generate(bytes_model, "--prompt", "a", "--prompt", "b", "--logprobs", "2") == 0
+    captured = capsys.readouterr()
+    lines = [line for line in captured.err.splitlines() if line.startswith(("[1] ", "[2] "))]
+    assert len(lines) == 12
+    assert all("; best: " in line for line in lines)
 
 
 @pytest.mark.parametrize("inputs", [("--prompt", "text"), ("--chat",)], ids=" ".join)
@@ -105,14 +135,18 @@ def test_text_is_refused_where_the_model_has_no_tokenizer(ids_model, capsys, inp
         (("--prompt-file", "/no/such/file"), "cannot be read"),
         (("--token-ids", "1,x"), "expected numbers with commas between"),
         (("--token-ids", "1,999"), "expected 0 to 259"),
+        (("--prompt", "a", "--prompt", ""), "prompt 2 of 2: Engine: the prompt is empty"),
+        (("--prompt", "\udcff\udcfe"), "give bytes as token ids"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_what_is_refused_exits_with_2_and_one_message(bytes_model, capsys, words, message):
     assert generate(bytes_model, *words) == cli.REFUSED
-    last = capsys.readouterr().err.splitlines()[-1]
+    captured = capsys.readouterr()
+    last = captured.err.splitlines()[-1]
     assert last.startswith("midstream: ")
     assert message in last
+    assert captured.out == ""
 
 
 def test_a_wrong_folder_is_refused(tmp_path, capsys):
@@ -120,7 +154,9 @@ def test_a_wrong_folder_is_refused(tmp_path, capsys):
     assert "no config.json" in capsys.readouterr().err
 
 
-def test_an_interrupt_closes_the_engine_and_exits_with_130(bytes_model, capsys, monkeypatch):
+def test_an_interrupt_closes_the_engine_prints_the_numbers_and_exits_with_130(
+    bytes_model, capsys, monkeypatch
+):
     closed, steps, step, close = [], [], Engine.step, Engine.close
 
     def interrupted_step(engine):
@@ -137,7 +173,44 @@ def test_an_interrupt_closes_the_engine_and_exits_with_130(bytes_model, capsys, 
     monkeypatch.setattr(Engine, "close", noted_close)
     assert generate(bytes_model, "--prompt", "midstream") == cli.INTERRUPTED
     assert closed == [steps[0]]
-    assert capsys.readouterr().err.endswith("\nmidstream: interrupted\n")
+    err = capsys.readouterr().err
+    assert "\n2 tokens in " in err
+    assert err.endswith("\nmidstream: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("generate", "--prmpt", "a"), "unknown flag --prmpt; did you mean --prompt?"),
+        (("generate", "--zzz"), "unknown flag --zzz"),
+        (("generate", "--model", "m", "--prompt", "a", "b"), "'b' belongs to no flag"),
+        (("generate", "--prompt", "a"), "--model"),
+        (("generate", "--max-rows", "x"), "'x' found, int expected"),
+        (("gener",), "invalid choice: 'gener'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_wrong_flag_is_refused_in_one_line(capsys, words, message):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(words)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line
+
+
+def test_help_gives_every_flag_its_meaning(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for config in (EngineConfig, SamplingParams):
+        for field in fields(config):
+            assert meaning_of(field), field.name
+            assert meaning_of(field) in text
+
+
+def test_version_is_that_of_the_package(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"midstream {own_version()}\n"
 
 
 def test_help_is_the_module_docstring(capsys):

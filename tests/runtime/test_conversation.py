@@ -13,20 +13,24 @@ class TemplateTokenizer:
         assert not tokenize and add_generation_prompt
         return "".join(f"<{turn['role']}> {turn['content']} " for turn in turns) + "<assistant>"
 
-    def encode(self, text, *, add_special_tokens):
-        assert not add_special_tokens
+    def encode(self, text, *, add_special_tokens=True):
+        assert add_special_tokens is not bool(self.chat_template)
         return [len(word) for word in text.split()]
 
 
+def chat(max_prompt_tokens: int = 100) -> Conversation:
+    return Conversation(ByteTokenizer(), max_prompt_tokens)
+
+
 def test_without_a_template_the_turns_are_lines():
-    conversation = Conversation(ByteTokenizer())
+    conversation = chat()
     conversation.ask("one")
     conversation.answered("two")
-    assert conversation.ask("three") == "one\ntwo\nthree\n"
+    assert bytes(conversation.ask("three")) == b"one\ntwo\nthree\n"
 
 
 def test_a_template_is_used_where_there_is_one():
-    conversation = Conversation(TemplateTokenizer())
+    conversation = Conversation(TemplateTokenizer(), 100)
     assert conversation.ask("abc") == [6, 3, 11]
     conversation.answered("ab")
     assert conversation.ask("a") == [6, 3, 11, 2, 6, 1, 11]
@@ -36,4 +40,21 @@ def test_a_template_is_used_where_there_is_one():
 def test_an_empty_template_counts_as_none(template):
     tokenizer = TemplateTokenizer()
     tokenizer.chat_template = template
-    assert Conversation(tokenizer).ask("abc") == "abc\n"
+    assert Conversation(tokenizer, 100).ask("abc") == [3]
+
+
+def test_the_oldest_questions_go_with_their_answers_until_the_prompt_fits():
+    conversation = chat(max_prompt_tokens=12)
+    for question, answer in (("q1", "a1"), ("q2", "a2")):
+        conversation.ask(question)
+        assert conversation.answered(answer) == 0
+    assert bytes(conversation.ask("q3")) == b"q2\na2\nq3\n"
+    assert conversation.answered("a3") == 1
+
+
+def test_a_question_too_long_is_asked_alone_and_stays_out_of_the_history_without_an_answer():
+    conversation = chat(max_prompt_tokens=12)
+    conversation.ask("q1")
+    conversation.answered("a1")
+    assert bytes(conversation.ask("q" * 20)) == b"q" * 20 + b"\n"
+    assert bytes(conversation.ask("q2")) == b"q1\na1\nq2\n"

@@ -6,6 +6,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
 from midstream.errors import ConfigError
 from midstream.runtime.loading import load_model
@@ -32,6 +33,26 @@ def test_the_loaded_model_has_the_saved_weights_and_the_byte_tokenizer(saved):
     assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
     assert isinstance(tokenizer, ByteTokenizer)
     assert not model.training
+
+
+def test_bytes_are_taken_for_want_of_a_tokenizer_with_a_warning(saved, caplog):
+    load_model(saved, device="cpu")
+    assert caplog.messages == [f"no tokenizer files in {saved}: taking bytes (ids 0-255)"]
+
+
+def test_a_folder_that_says_bytes_needs_no_warning(checkpoint, caplog):
+    config = json.loads((checkpoint / "config.json").read_text())
+    text = json.dumps(config | {"tokenizer_class": "bytes"})
+    (checkpoint / "config.json").write_text(text)
+    assert isinstance(load_model(checkpoint, device="cpu")[1], ByteTokenizer)
+    assert caplog.messages == []
+
+
+def test_the_progress_bar_is_off_where_stderr_is_no_terminal(saved, capsys):
+    was_enabled = transformers_logging.is_progress_bar_enabled()
+    load_model(saved, device="cpu")
+    assert "Loading weights" not in capsys.readouterr().err
+    assert transformers_logging.is_progress_bar_enabled() == was_enabled
 
 
 def test_dtype_is_as_asked(saved):

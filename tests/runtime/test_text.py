@@ -89,6 +89,11 @@ def test_a_character_comes_out_whole_with_its_last_byte() -> None:
         ]
 
 
+def test_a_text_that_utf8_cannot_write_is_refused_with_the_fix() -> None:
+    with pytest.raises(ConfigError, match=r"character 1 of the text .* give bytes as token ids"):
+        ByteTokenizer().encode("a\udcff")
+
+
 def test_an_unfinished_character_is_shown_at_the_end_only() -> None:
     for decoder in (ByteDecoder(), IncrementalDecoder(ByteTokenizer())):
         assert pieces(decoder, [97, 0xF0, 0x9F, 0x98]) == ["a", "", "", "", "\ufffd"]
