@@ -411,7 +411,9 @@ class Engine:
     def _warm_up(self) -> None:
         runner = self._parts.runner
         if runner.graph_keys:
-            with tqdm(total=len(runner.graph_keys), desc="capturing graphs", leave=False) as bar:
+            with tqdm(
+                total=len(runner.graph_keys), desc="capturing graphs", leave=False, disable=None
+            ) as bar:
                 runner.warm_up(lambda _: bar.update())
 
     def _check_open(self) -> None:

@@ -1,7 +1,6 @@
 import os
 import subprocess
 import sys
-from inspect import ismodule
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,21 @@ def run_python(code: str, folder: Path = ROOT) -> subprocess.CompletedProcess[st
     )
 
 
-def test_public_names_are_listed_and_sorted():
-    public = [
-        name
-        for name, value in vars(midstream).items()
-        if not name.startswith("_") and not ismodule(value)
-    ]
-    assert midstream.__all__ == sorted(public, key=str.casefold)
+def test_public_names_are_listed_sorted_and_there():
+    assert midstream.__all__ == sorted(midstream.__all__, key=str.casefold)
+    for name in midstream.__all__:
+        assert getattr(midstream, name).__name__ == name
+
+
+def test_the_command_line_parses_without_torch(tmp_path):
+    done = run_python(
+        "import sys\n"
+        "from midstream.runtime.cli import build_parser\n"
+        "build_parser()\n"
+        "assert 'torch' not in sys.modules",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_import_starts_no_cuda_context_and_loads_no_transformers(tmp_path):

@@ -1,18 +1,22 @@
 """Run hybrid (attention + recurrent) models at the memory-bandwidth limit."""
 
-from midstream.compiler.lowering import lower
-from midstream.errors import (
-    CapacityError,
-    ConfigError,
-    ContractError,
-    MidstreamError,
-    UnsupportedError,
-)
-from midstream.runtime.config import EngineConfig
-from midstream.runtime.engine import Engine, Handle, Update
-from midstream.runtime.loading import load_model
-from midstream.runtime.request import Output
-from midstream.runtime.sampling import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from midstream.compiler.lowering import lower
+    from midstream.errors import (
+        CapacityError,
+        ConfigError,
+        ContractError,
+        MidstreamError,
+        UnsupportedError,
+    )
+    from midstream.runtime.engine import Engine, Handle, Update
+    from midstream.runtime.loading import load_model
+    from midstream.runtime.options import EngineConfig
+    from midstream.runtime.request import Output
+    from midstream.runtime.sampling import SamplingParams
 
 __all__ = [
     "CapacityError",
@@ -29,3 +33,27 @@ __all__ = [
     "UnsupportedError",
     "Update",
 ]
+
+# where each name comes from: loaded on first use, so that `midstream --help` needs no torch
+_HOME = {
+    **dict.fromkeys(__all__, "midstream.errors"),
+    "Engine": "midstream.runtime.engine",
+    "EngineConfig": "midstream.runtime.options",
+    "Handle": "midstream.runtime.engine",
+    "load_model": "midstream.runtime.loading",
+    "lower": "midstream.compiler.lowering",
+    "Output": "midstream.runtime.request",
+    "SamplingParams": "midstream.runtime.sampling",
+    "Update": "midstream.runtime.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'midstream' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
