@@ -145,11 +145,10 @@ class StepRunner:
         if self._capturing is None:
             cause = "graphs are off" if self.device.type == "cuda" else "no CUDA device"
             self.graphs.count_fallback(cause)
-        elif key in self._logits or not key.chunks:
-            if self.graphs.replay(key):
-                return self._logits[key]
-        else:
+        elif key.chunks and key not in self._logits:
             self.graphs.count_fallback("more prompt tokens than any graph has")
+        elif self.graphs.replay(key):
+            return self._logits[key]
         return self.step.run(self._view(key), key.rows)
 
     def _view(self, key: GraphKey) -> StepView:

@@ -78,14 +78,16 @@ class Scheduler:
 
     def _fill(self, plan: StepPlan) -> StepPlan | None:
         self._pass += 1
-        self._extend_decoding(plan)
-        budget = self.max_step_tokens - len(self._decode_rows())
+        rows = self._extend_decoding(plan)
+        epoch = self.live.epoch[rows]
+        budget = self.max_step_tokens - len(rows)
         for request in list(self._prefilling):
             # an earlier request of this loop may have taken the slot away
             if budget > 0 and request.phase is Phase.PREFILL:
                 budget -= self._add_chunk(plan, request, budget)
         self._admit(plan, budget)
-        return self._finish_plan(plan)
+        kept = self.live.epoch[rows] == epoch  # the others lost their slots to earlier requests
+        return self._finish_plan(plan, rows[kept])
 
     def to_decode(self, request: Request) -> None:
         """The request's known tokens are scheduled; from the next step on it decodes."""
@@ -114,9 +116,10 @@ class Scheduler:
         due = self.live.computed[decoding] < self.live.last_computed[decoding]
         return decoding[due][: self.max_step_tokens]
 
-    def _extend_decoding(self, plan: StepPlan) -> None:
-        """Pages for the rows that need one; most rows need none and cost nothing here."""
+    def _extend_decoding(self, plan: StepPlan) -> I32:
+        """The decoding rows, with pages for those that need one; most need none and cost nothing here."""
         rows = self._decode_rows()
+        epoch = self.live.epoch[rows]
         computed = self.live.computed[rows]
         needy = (computed % self.ownership.kv_block == 0) | self.live.relocate[rows]
         for slot in rows[needy].tolist():
@@ -126,6 +129,7 @@ class Scheduler:
                 begin = int(self.live.computed[slot])
                 if not self._make_room(request, begin, begin + 1, plan):
                     self._preempt(request, plan)
+        return rows[self.live.epoch[rows] == epoch]
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -236,9 +240,9 @@ class Scheduler:
 
     # -- plan -------------------------------------------------------------------------------------
 
-    def _finish_plan(self, plan: StepPlan) -> StepPlan | None:
-        """Turn the decisions into row arrays and advance the host's counters."""
-        live, rows = self.live, self._decode_rows()
+    def _finish_plan(self, plan: StepPlan, rows: I32) -> StepPlan | None:
+        """Turn the decisions into row arrays and advance the host's counters; `rows` decode."""
+        live = self.live
         chunk_slots = [chunk.request.slot for chunk in plan.chunks]
         plan.slot = np.concatenate([np.array(chunk_slots, np.int32), rows])
         if not plan.num_rows:
