@@ -15,7 +15,7 @@ from torch import Tensor
 
 import midstream
 from midstream.compiler.context import Pools, StepView
-from midstream.runtime import assembly
+from midstream.runtime import assembly, device_step
 
 
 class HashLanguageModel(torch.nn.Module):
@@ -113,6 +113,16 @@ def _cuts(view: StepView, row: int) -> list[tuple[int, int]]:
     return list(zip(bounds[1:], view.chunk_page[first:end].tolist(), strict=True))
 
 
+class CheckedStep(device_step.DeviceStep):
+    """Pages are decided twice, by the host for the stage and by the device: both must agree."""
+
+    def _advance(self, view: StepView, rows: int) -> None:
+        staged = [table[:rows].clone() for table in (view.read_page, view.write_page)]
+        super()._advance(view, rows)
+        for table, before in zip((view.read_page, view.write_page), staged, strict=True):
+            assert torch.equal(table[:rows], before), f"the host says {before}, the device {table}"
+
+
 @contextmanager
 def hash_engine(
     model: HashLanguageModel | None = None, tokenizer: Any = None, **options: Any
@@ -130,6 +140,7 @@ def hash_engine(
         patch.setenv("MIDSTREAM_POISON", "1")
         patch.setattr(assembly, "check_model", lambda model: None)
         patch.setattr(assembly, "lower", HashLowered)
+        patch.setattr(assembly, "DeviceStep", CheckedStep)
         engine = midstream.Engine(model or HashLanguageModel(), tokenizer, **options)
     ownership = engine._parts.ownership
     lowered: Any = engine._parts.lowered

@@ -73,6 +73,7 @@ class Rig:
         *,
         priority: int = 0,
         stop: int | None = None,
+        root: bytes = b"",
     ) -> Request:
         stop_ids = () if stop is None else (stop,)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_ids)
@@ -83,7 +84,7 @@ class Rig:
             sampling=SlotSampling(params, 0, stop_ids, 0),
             max_tokens=min(max_tokens, self.case.max_len - len(prompt)),
             priority=priority,
-            root=b"",
+            root=root,
             streamed=False,
             watched=False,
         )
@@ -94,6 +95,8 @@ class Rig:
     def schedule(self) -> StepPlan | None:
         """The next plan, checked for what every plan must satisfy."""
         plan = self.scheduler.next_step()
+        for queue in (self.scheduler.waiting, self.scheduler.running):
+            assert queue == sorted(queue, key=lambda request: request.order)
         if plan is not None:
             assert 0 < plan.num_rows == len(set(plan.slot.tolist())) <= self.case.max_rows
             assert plan.num_new.min() >= 1 and plan.num_new.sum() <= self.case.max_step_tokens

@@ -129,6 +129,21 @@ def test_a_checkpoint_that_exists_is_not_made_again() -> None:
     assert plan.chunks[0].export_position == [24, 28] and plan.publications[0].position == 32
 
 
+def test_a_checkpoint_that_another_request_made_meanwhile_is_not_made_again() -> None:
+    rig = Rig(Case(max_step_tokens=20))
+    for _ in range(2):
+        rig.add(text(33), 1)
+    rig.launch(planned(rig))
+    plan = planned(rig)  # the rest of the first, and the beginning of its twin
+    assert [(c.begin, c.end, c.export_position) for c in plan.chunks] == [
+        (20, 33, [24, 32]),
+        (0, 7, []),
+    ]
+    rig.launch(plan)
+    rig.commit()  # the first now has left 8, 16 and 20
+    assert [(c.begin, c.end, c.export_position) for c in planned(rig).chunks] == [(7, 27, [24])]
+
+
 def test_exports_leave_a_page_for_each_running_request() -> None:
     rig = Rig(Case(num_state_pages=7, max_step_tokens=64))  # 6 pages: 2 run, 2 are spare
     rig.add(text(17), 30)
@@ -136,6 +151,17 @@ def test_exports_leave_a_page_for_each_running_request() -> None:
     plan = planned(rig)
     assert [len(chunk.export_page) for chunk in plan.chunks] == [2, 0]
     assert rig.state_pool.available == 2
+
+
+def test_requests_of_different_roots_share_nothing() -> None:
+    rig = Rig(Case(max_step_tokens=64))
+    reused = []
+    for root in (b"a", b"b", b"a", b""):
+        request = rig.add(text(17), 1, root=root)
+        rig.run()
+        assert request.lookup is not None
+        reused.append(request.lookup.reused)
+    assert reused == [0, 0, 16, 0]
 
 
 @pytest.mark.parametrize("length", [4, 8, 12, 16])
@@ -161,6 +187,13 @@ def test_a_one_token_chunk_is_a_chunk_and_reads_no_state() -> None:
     assert rig.done == {0: answer(text(1), 20), 1: answer(text(9, seed=1), 1)}
 
 
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_the_last_token_of_an_answer_is_not_computed(max_tokens: int) -> None:
+    rig = Rig()
+    rig.serve(text(8), max_tokens)
+    assert rig.device.kinds == ["chunk"] + ["decode"] * (max_tokens - 1)
+
+
 def test_decoding_rows_go_first_then_prompts_in_progress_then_waiting_requests() -> None:
     rig = Rig(Case(max_step_tokens=6))
     first, second, third = (rig.add(text(n, seed=n), 9) for n in (4, 7, 2))
@@ -180,7 +213,7 @@ def test_decoding_rows_go_first_then_prompts_in_progress_then_waiting_requests()
     ]
 
 
-def test_decoding_rows_beyond_the_budget_wait_for_earlier_ones() -> None:
+def test_no_more_requests_decode_than_a_step_has_tokens() -> None:
     rig = Rig(Case(max_step_tokens=2))
     for i in range(4):
         rig.add(text(1, seed=i), 6)
@@ -225,6 +258,16 @@ def test_held_pages_of_a_hit_are_not_counted_as_room() -> None:
     rig.kv_pool.take(4)  # what is left is cached, and the prompt needs it and one page more
     request = rig.add([*text(16), 9], 1)
     assert rig.schedule() is None and request.phase is Phase.WAITING
+
+
+@pytest.mark.parametrize(("spare", "fits"), [(2, False), (3, True)])
+def test_a_held_state_of_a_hit_is_not_counted_as_room(spare: int, fits: bool) -> None:
+    rig = Rig(Case(max_step_tokens=64))
+    rig.serve(text(9), 1)  # leaves its state at 8
+    assert rig.state_pool.num_cached == 1
+    rig.state_pool.take(rig.state_pool.available - spare)
+    rig.add(text(9), 1)
+    assert rig.has_state(text(9), 8) and (rig.schedule() is not None) == fits
 
 
 # -- preemption -------------------------------------------------------------------------------------
@@ -285,6 +328,67 @@ def test_an_earlier_prompt_takes_pages_from_later_answers() -> None:
         later.request_id: answer(text(8), 30),
         first.request_id: answer(text(33, 1), 2),
     }
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "stop", "ends"), [(3, None, True), (4, None, False), (9, 2, True), (9, 3, False)]
+)
+def test_the_last_token_of_an_answer_may_arrive_after_its_slot_was_lost(
+    max_tokens: int, stop: int | None, ends: bool
+) -> None:
+    want = answer(text(5), 9)
+    rig = Rig()
+    request = rig.add(text(5), max_tokens, stop=None if stop is None else want[stop])
+    for _ in range(3):
+        rig.launch(planned(rig))
+        if len(rig.flights) > 1:
+            rig.commit()
+    rig.preempt(request)
+    assert request.outputs == want[:2]
+    rig.commit()
+    assert request.outputs == want[:3] and (request.phase is Phase.FINISHED) == ends
+    rig.run()
+    assert rig.done[0] == want[: (stop or max_tokens - 1) + 1]
+
+
+def test_a_request_aborted_after_it_lost_its_slot_gets_nothing_more() -> None:
+    rig = Rig()
+    request = rig.add(text(5), 9)
+    rig.launch(planned(rig))
+    rig.preempt(request)
+    rig.scheduler.drop(request)
+    rig.commit()
+    assert request.outputs == [] and not rig.done and request.first_token_at is None
+
+
+def test_the_first_lookup_and_the_first_times_of_a_request_are_kept() -> None:
+    rig = Rig(Case(max_step_tokens=64))
+    request = rig.add(text(17), 9)
+    for _ in range(3):
+        rig.step()
+    first = (request.lookup, request.admitted_at, request.first_token_at)
+    rig.preempt(request)
+    rig.commit()
+    chunk = planned(rig).chunks[0]
+    assert chunk.begin == 16 and first[0] is not None and first[0].reused == 0
+    assert (request.lookup, request.admitted_at, request.first_token_at) == first
+
+
+def test_a_pass_that_comes_to_nothing_keeps_no_page() -> None:
+    rig = Rig(Case(max_step_tokens=40))
+    later = rig.add(text(7), 9, priority=1)
+    rig.step()
+    first = rig.add(text(60, seed=1), 2)
+    rig.step()
+    held = rig.kv_pool.take(rig.kv_pool.available - 1)
+    while rig.flights:
+        rig.commit()
+    # the later one takes a page and loses it to the first, which still has too few
+    assert rig.schedule() is None and later.phase is Phase.WAITING and first.slot >= 0
+    assert rig.state_pool.num_owned == 1
+    rig.kv_pool.release(held)
+    rig.run()
+    assert rig.done == {0: answer(text(7), 9), 1: answer(text(60, seed=1), 2)}
 
 
 @pytest.mark.parametrize("cached", [True, False])
