@@ -1,6 +1,7 @@
 """Which graph a step replays, and the count of steps that run without one.  No GPU: capture is injected."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -120,6 +121,13 @@ def test_the_smallest_fit_holds_the_step_in_every_dimension(
         if key.tokens >= needed.tokens and key.rows >= needed.rows and key.chunks >= needed.chunks
     ]
     assert found == min(fitting, default=None)
+
+
+@pytest.mark.parametrize("short", ["tokens", "rows", "chunks"])
+def test_a_graph_that_is_one_too_small_in_one_dimension_does_not_fit(short: str) -> None:
+    needed = GraphKey(64, 8, 18)
+    assert smallest_fit(needed, [needed]) == needed
+    assert smallest_fit(needed, [replace(needed, **{short: getattr(needed, short) - 1})]) is None
 
 
 def test_keys_are_ordered_by_tokens_first() -> None:

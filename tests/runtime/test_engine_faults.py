@@ -114,6 +114,17 @@ def test_an_interrupt_anywhere_in_a_step_ends_what_it_hit_and_loses_no_page(
         assert [list(out.token_ids) for out in again] == [answer(p, 9) for p in PROMPTS]
 
 
+def test_an_error_while_a_hit_is_admitted_lets_go_of_its_state() -> None:
+    with hash_engine() as engine:
+        list(engine.generate([PROMPTS[2]], GREEDY))
+        engine.add(PROMPTS[2], GREEDY)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine._parts.ownership, "grow", raising(RuntimeError("no")))
+            with pytest.raises(RuntimeError, match="no"):
+                engine.step()
+        assert [out.finish_reason for out in settle(engine)] == ["error"]  # and nothing is owned
+
+
 def test_an_error_while_pages_are_poisoned_ends_the_step_like_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

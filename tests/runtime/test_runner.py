@@ -72,6 +72,14 @@ def test_results_stay_until_their_step_is_committed() -> None:
         settle(engine)
 
 
+def test_a_row_in_the_middle_of_its_prompt_brings_no_token() -> None:
+    with hash_engine(max_step_tokens=8) as engine:
+        engine.add(PROMPTS[2], greedy(1))
+        engine.step()
+        (flight,) = engine._flights
+        assert engine._parts.runner.wait(flight).token.tolist() == [-1]
+
+
 def test_logprobs_are_as_many_as_the_request_asked_for() -> None:
     with hash_engine(max_step_tokens=64) as engine:
         params = [greedy(4, logprobs=n) for n in (3, 0)] + [greedy(4)]

@@ -468,6 +468,18 @@ def test_pages_that_a_step_reads_come_back_when_it_is_committed() -> None:
     assert rig.state_pool.refcount(resumed) == 0 and rig.state_pool.num_owned == before
 
 
+def test_what_a_plan_holds_is_given_back_once_however_often_it_is_asked() -> None:
+    rig = Rig(Case(max_step_tokens=64))
+    rig.serve(text(17), 1)
+    request = rig.add([*text(17), *text(9, seed=1)], 5)
+    plan = planned(rig)
+    assert plan.released and plan.chunks[0].export_page
+    rig.scheduler.drop(request)
+    for _ in range(2):
+        rig.ownership.give_back(plan)
+        rig.check_idle()
+
+
 # -- anything may happen ----------------------------------------------------------------------------
 
 
