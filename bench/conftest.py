@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gate
 import measure
 import pytest
 import reference_models
@@ -42,7 +43,13 @@ def state_dtype(pytestconfig: pytest.Config) -> str:
     return str(pytestconfig.getoption("--state-dtype"))
 
 
+@pytest.fixture(scope="session")
+def right_tokens() -> None:
+    """The gate of the suites that serve a model."""
+    gate.check_engine(measure.device())
+
+
 @pytest.fixture(scope="module")
-def model(pytestconfig: pytest.Config, model_name: str) -> Any:
+def model(pytestconfig: pytest.Config, model_name: str, right_tokens: None) -> Any:
     dtype = getattr(torch, pytestconfig.getoption("--dtype"))
     return reference_models.build(model_name, dtype, measure.device())
