@@ -293,8 +293,9 @@ def launch_chunks(
         INVERSE_PRECISION="ieee" if exact else "tf32x3", num_warps=4, **shared,
     )  # fmt: skip
     tile = min(_TILE_V, max(16, triton.next_power_of_2(width)))
-    # loads run ahead where rows have several chunks; that takes the shared memory of a whole SM
-    stages = 5 if chunks > 2 * rows else 1
+    # loads run ahead where rows have several chunks; that takes the shared memory of a whole SM.
+    # Never 1: triton 3.6 then addresses the operands of the dots outside of the shared memory.
+    stages = 5 if chunks > 2 * rows else 2
     _walk_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, solve[0], solve[1], scale, q, k, v, offset,
         read_page, chunk_start, chunk_page, row_chunk,

@@ -33,6 +33,7 @@ NORM_EPS = 1e-6  # added to the squared length inside the root, as transformers 
 MAX_KEY_WIDTH = 256  # a program holds whole columns of the state
 _START = 192  # element at which the region of a case starts
 _TILE_V = 32  # values per program: 128 bytes of every state line, and 128 programs for H=32, V=128
+_WARPS = 4
 
 
 def delta_rule(
@@ -121,6 +122,7 @@ def _step_kernel(
     ALIGN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr,
 ):
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -152,6 +154,8 @@ def _step_kernel(
     g = tl.load(g_ptr + wide_row * g_row + head).to(tl.float32)
     beta = tl.load(beta_ptr + wide_row * beta_row + head).to(tl.float32)
     state, result = delta_rule_token(state.to(tl.float32), q, k, v, g, beta, SCALE, EPS)
+    if BLOCK_K * BLOCK_V < THREADS:  # in place: every warp loads a small tile and one stores it
+        tl.debug_barrier()
     tl.store(arena_ptr + write_at + place, state.to(arena_ptr.dtype.element_ty), mask=inside)
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
 
@@ -197,7 +201,8 @@ def _launch(
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), beta.stride(0),
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, SCALE=k.shape[2] ** -0.5,
         EPS=NORM_EPS, ALIGN=aligned_elements(arena),
-        BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile, num_warps=4,
+        BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile,
+        THREADS=32 * _WARPS, num_warps=_WARPS,
     )  # fmt: skip
 
 

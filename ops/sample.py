@@ -249,6 +249,7 @@ def _finish_kernel(
         return
     length = tl.load(row_start_ptr + row + 1) - tl.load(row_start_ptr + row)
     position = tl.load(computed_ptr + slot) + length
+    tl.debug_barrier()  # every warp has read the count before one of them writes it
     tl.store(computed_ptr + slot, position)
     tl.store(accepted_ptr + slot, 1)
     if tl.load(row_sample_ptr + row) != 1:

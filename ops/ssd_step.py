@@ -34,6 +34,7 @@ from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 _FEW_ROWS = 4  # below, smaller tiles keep all processors busy
 _TILE = 4096  # state elements of a program: 16 KB in flight
 _TILE_FEW = 2048
+_WARPS = 4
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 
 
@@ -131,6 +132,7 @@ def _ssd_step_kernel(
     P_TILE: tl.constexpr,
     M_TILE: tl.constexpr,  # power of two >= M
     ALIGN: tl.constexpr,  # elements on which pages and regions start
+    THREADS: tl.constexpr,
 ):
     P_TILES: tl.constexpr = (P + P_TILE - 1) // P_TILE
     head = tl.program_id(0) // P_TILES
@@ -160,6 +162,8 @@ def _ssd_step_kernel(
     B = tl.load(B_ptr + row * B_stride + group + m, mask=m < M, other=0.0).to(tl.float32)
     C = tl.load(C_ptr + row * C_stride + group + m, mask=m < M, other=0.0).to(tl.float32)
     state = state.to(tl.float32) * decay + (dt * x)[:, None] * B[None, :]
+    if P_TILE * M_TILE < THREADS:  # in place: every warp loads a small tile and one stores it
+        tl.debug_barrier()
     tl.store(arena_ptr + target + element, state, mask=inside)
     y = tl.sum(state * C[None, :], axis=1) + tl.load(D_ptr + head).to(tl.float32) * x
     tl.store(out_ptrs, y, mask=p < P)
@@ -193,7 +197,7 @@ def _launch(
         arena, out, x, dt, A_log, B, C, D, dt_bias, offset, read_page, write_page,
         arena.stride(0), out.stride(0), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), dt_min, dt_max,
         P=width, M=size, HEADS_PER_GROUP=heads // groups, P_TILE=p_tile, M_TILE=m_tile,
-        ALIGN=aligned_elements(arena), num_warps=4,
+        ALIGN=aligned_elements(arena), THREADS=32 * _WARPS, num_warps=_WARPS,
     )  # fmt: skip
 
 
