@@ -1,4 +1,4 @@
-"""Capture of one callable into a CUDA graph.  No other file names `torch.cuda.graph`."""
+"""Capture of one callable into a CUDA graph.  No other file that serves names `torch.cuda.graph`."""
 
 from __future__ import annotations
 

@@ -58,13 +58,21 @@ def element_offset(start: int) -> Tensor:
     return torch.tensor([start], dtype=torch.int64)
 
 
-def decode_pages(rows: int) -> tuple[int, Tensor, Tensor]:
+def page_names(pages: int, generator: torch.Generator | None) -> list[int]:
+    """What the pages of a plan are called: the null page keeps its name, all others are shuffled."""
+    if generator is None:
+        return list(range(pages))
+    return [NULL_PAGE, *(1 + torch.randperm(pages - 1, generator=generator)).tolist()]
+
+
+def decode_pages(rows: int, generator: torch.Generator | None = None) -> tuple[int, Tensor, Tensor]:
     """Number of pages, read pages, write pages: in place, to another page, fresh, padding, in turn.
 
     The index tensors are longer than the rows, as static buffers are; their tails and the padding name
-    an owned page that no row may touch.
+    an owned page that no row may touch.  With a generator the pages lie in random order.
     """
     untouched = 2 * rows + 1
+    name = page_names(untouched + 1, generator)
     read, write = [], []
     for row in range(rows):
         page, other = 2 * row + 1, 2 * row + 2
@@ -72,7 +80,10 @@ def decode_pages(rows: int) -> tuple[int, Tensor, Tensor]:
         read.append(pairs[row % 4][0])
         write.append(pairs[row % 4][1])
     tail = (untouched, untouched)
-    return untouched + 1, index(*read, *tail), index(*write, *tail)
+    read_page, write_page = (
+        index(*(name[page] for page in (*ids, *tail))) for ids in (read, write)
+    )
+    return untouched + 1, read_page, write_page
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +95,15 @@ class ChunkPages:
     table: ChunkTable
 
 
-def chunk_pages(lengths: Sequence[int], exports: Sequence[Sequence[int]]) -> ChunkPages:
+def chunk_pages(
+    lengths: Sequence[int],
+    exports: Sequence[Sequence[int]],
+    generator: torch.Generator | None = None,
+) -> ChunkPages:
     """Rows of `lengths` tokens that also export their state after `exports[row]` tokens.
 
-    Rows in turn: end in place, move to another page, start fresh, put their first export in place.
+    Rows in turn: end in place, move to another page, start fresh, put their first export in place.  With a
+    generator the pages lie in random order.
     """
     untouched = 1
     read, write, pages = [], [], untouched + 1
@@ -102,5 +118,16 @@ def chunk_pages(lengths: Sequence[int], exports: Sequence[Sequence[int]]) -> Chu
                 export_page[row, at] = old
             else:
                 export_page[row, at], pages = pages, pages + 1
-    table = cut_chunks(lengths, write, export_page, padding_chunks=2)
-    return ChunkPages(pages, index(*read, untouched, untouched), table)
+    name = page_names(pages, generator)
+    export_name = {at: name[page] for at, page in export_page.items()}
+    table = cut_chunks(lengths, [name[page] for page in write], export_name, padding_chunks=2)
+    return ChunkPages(pages, index(*(name[page] for page in (*read, untouched, untouched))), table)
+
+
+def bench_arena(
+    generator: torch.Generator, rows: int, elements: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """An arena with one page per row, and the page of each row; where the generator is."""
+    device = generator.device
+    arena = torch.randn((1 + rows, elements), generator=generator, device=device).to(dtype)
+    return arena, 1 + torch.randperm(rows, generator=generator, device=device).int()

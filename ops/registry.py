@@ -3,7 +3,8 @@ How an operation enters torch: one declaration, from which tests, gates and benc
 
 An op is declared once, with a hand-written schema that marks mutation.  `define_op` registers the
 reference as the CPU implementation, the Triton launcher as the CUDA implementation and a fake for
-tracing, and keeps the declaration in `OPS` for `midstream.ops.testing`.
+tracing.  Others register theirs in a namespace of their own, with `define_op("acme::...")` or by any
+other means and `describe_op`; `midstream.ops.testing` proves both alike.
 
 Conventions that every op obeys:
 * Results are arguments (`Tensor(b!) out`): a launcher validates, picks a grid and launches.  It never
@@ -28,7 +29,8 @@ NULL_PAGE = 0  # never handed out; reading it means no history, writing it means
 PADDING = -1  # row_slot, chunk_row and kv_slot of padding
 LAUNCH_ALIGN = 128  # bytes; pages and regions start on multiples of it
 
-_LIB = torch.library.Library("midstream", "DEF")
+_OURS = "midstream"
+_LIBRARIES = {_OURS: torch.library.Library(_OURS, "DEF")}  # torch forgets the ops of a dropped one
 
 Args = dict[str, Any]
 
@@ -38,7 +40,8 @@ class OpCase:
     """One input of an op.  `build(generator, dtype, device)` returns the arguments by name.
 
     `dtype` is the dtype of the floating-point data; index tensors keep theirs.  Building twice from
-    equal generators gives equal arguments.  The id names a shape, e.g. `R4-H8-P16-S16`.
+    equal generators gives equal arguments; another seed changes contents, never shapes or numbers.
+    The id names a shape, e.g. `R4-H8-P16-S16`.
     """
 
     id: str
@@ -68,13 +71,19 @@ class OpSpec:
     tolerance: Tolerance
     traffic: Callable[[Args], tuple[int, int]]  # -> (bytes moved, arithmetic operations)
     export_alignment: int | None  # tokens between positions where a chunk op can export its state
-    overload: Callable[..., None]  # torch.ops.midstream.<name>.default
+    overload: Callable[..., None]  # torch.ops.<namespace>.<name>.default
+    # of the next two, names that the schema does not have are idle
+    arenas: tuple[str, ...]  # page-major arguments [N, E], whose pages may lie further apart than E
+    results: tuple[str, ...]  # written without being read
+    bench_cases: tuple[
+        OpCase, ...
+    ]  # real sizes, built on the device from a generator of the device
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.overload(*args, **kwargs)
 
 
-OPS: dict[str, OpSpec] = {}
+OPS: dict[str, OpSpec] = {}  # ours; a third party keeps its own
 
 
 def define_op(
@@ -84,36 +93,89 @@ def define_op(
     cpu: Callable[..., None],
     reference: Callable[..., None] | None = None,
     fake: Callable[..., None] | None = None,
-    cases: tuple[OpCase, ...],
-    tolerance: Tolerance,
-    traffic: Callable[[Args], tuple[int, int]],
-    export_alignment: int | None = None,
+    **declared: Any,
 ) -> OpSpec:
-    """Register an op of the `midstream` namespace and return its declaration.
+    """Register an op and return its declaration.
 
-    `reference` is the definition; it is `cpu` itself unless a quicker CPU implementation is given.
+    `schema` may start with a namespace, as in `acme::leaky_step(Tensor(a!) out, Tensor x) -> ()`; without
+    one the op is ours and is listed in `OPS`.  `reference` is the definition; it is `cpu` itself unless a
+    quicker CPU implementation is given.  `declared` is what `describe_op` takes: cases, tolerance, traffic
+    and the optional rest.
 
     The schema returns nothing: all results are mutated arguments, so the default fake does nothing.
     Raises:
         RuntimeError: from torch, when the name is defined a second time.
         ContractError: when the schema returns a value or mutates nothing.
     """
-    name, _, tail = schema.partition("(")
+    head, _, tail = schema.partition("(")
+    namespace, _, name = head.rpartition("::")
+    _check_schema(head, tail, schema)
+    library = _library(namespace or _OURS)
+    library.define(name + "(" + tail)
+    library.impl(name, cuda, "CUDA")
+    library.impl(name, cpu, "CPU")
+    torch.library.register_fake(
+        f"{namespace or _OURS}::{name}", fake or _writes_nothing_new, lib=library
+    )
+    overload = getattr(getattr(torch.ops, namespace or _OURS), name).default
+    spec = describe_op(overload, launch=cuda, reference=reference or cpu, **declared)
+    if not namespace:
+        OPS[name] = spec
+    return spec
+
+
+def describe_op(
+    overload: Callable[..., None],
+    *,
+    launch: Callable[..., None],
+    reference: Callable[..., None],
+    cases: tuple[OpCase, ...],
+    tolerance: Tolerance,
+    traffic: Callable[[Args], tuple[int, int]],
+    export_alignment: int | None = None,
+    arenas: tuple[str, ...] = ("arena",),
+    results: tuple[str, ...] = ("out",),
+    bench_cases: tuple[OpCase, ...] = (),
+) -> OpSpec:
+    """Declare an op that is registered already, e.g. `torch.ops.acme.leaky_step.default`.
+
+    The other arguments are the fields of `OpSpec`.
+    Raises:
+        ContractError: when the schema returns a value or mutates nothing.
+    """
+    schema = str(overload._schema)  # type: ignore[attr-defined]
+    head, _, tail = schema.partition("(")
+    name = head.rpartition("::")[2]
+    _check_schema(name, tail, schema)
+    return OpSpec(
+        name=name,
+        schema=schema,
+        launch=launch,
+        reference=reference,
+        cases=cases,
+        tolerance=tolerance,
+        traffic=traffic,
+        export_alignment=export_alignment,
+        overload=overload,
+        arenas=arenas,
+        results=results,
+        bench_cases=bench_cases,
+    )
+
+
+def _check_schema(name: str, tail: str, schema: str) -> None:
     if not tail.rstrip().endswith("-> ()") or "!)" not in tail:
         raise ContractError(
             f"define_op: {name} must return nothing and mark what it writes, got '{schema}'; "
             "pass results as arguments, e.g. 'Tensor(b!) out'"
         )
-    _LIB.define(schema)
-    _LIB.impl(name, cuda, "CUDA")
-    _LIB.impl(name, cpu, "CPU")
-    torch.library.register_fake(f"midstream::{name}", fake or _writes_nothing_new, lib=_LIB)
-    overload = getattr(torch.ops.midstream, name).default
-    spec = OpSpec(
-        name, schema, cuda, reference or cpu, cases, tolerance, traffic, export_alignment, overload
-    )
-    OPS[name] = spec
-    return spec
+
+
+def _library(namespace: str) -> torch.library.Library:
+    """Others may define ops of their namespace by other means too: theirs is a fragment."""
+    if namespace not in _LIBRARIES:
+        _LIBRARIES[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _LIBRARIES[namespace]
 
 
 def _writes_nothing_new(*args: Any, **kwargs: Any) -> None:

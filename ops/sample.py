@@ -433,6 +433,7 @@ sample = define_op(
         _case("early-stop-refused-top_k", early=True, top_k=3),
         _case("warm-many-tiles", vocabulary=9001, rows=6),
         _case("many-tiles", vocabulary=9001, top_k=50, top_p=0.9),
+        _case("aligned", vocabulary=8192, top_p=0.9),  # rows start on 16 bytes, as in real models
         _case("one-row-of-padding", rows=1),
         _case("flat", spread=0.0, top_k=5, top_p=0.5),  # all equal: all allowed
         _case("cold", temperature=1e-3),
@@ -441,9 +442,10 @@ sample = define_op(
         _case("tiny-vocabulary", vocabulary=3, top_k=9, top_p=0.0),
     ),
     tolerance=Tolerance(
-        {torch.float32: 2e-6, torch.bfloat16: 2e-6},
+        {torch.float32: 2e-6, torch.bfloat16: 2e-6, torch.float16: 2e-6},
         "tokens and counts are integers, hence equal; the log-probability is computed in float32 "
         "from the same logits, relative to the largest of the step",
     ),
     traffic=_traffic,
+    results=("token", "logprob"),
 )

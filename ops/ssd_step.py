@@ -27,7 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
-from midstream.ops.case_data import decode_pages, draw, draw_pitched, element_offset, poisoned_arena
+from midstream.ops.case_data import (
+    bench_arena,
+    decode_pages,
+    draw,
+    draw_pitched,
+    element_offset,
+    poisoned_arena,
+)
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
@@ -271,7 +278,7 @@ def _build(
     shape: SsdShape,
 ) -> Args:
     """Rows in turn: in place, to another page, fresh, padding."""
-    pages, read_page, write_page = decode_pages(rows)
+    pages, read_page, write_page = decode_pages(rows, generator)
     start = 128
     arena = poisoned_arena(
         generator, pages, start, shape.elements, read_page.tolist(), state_dtype or dtype
@@ -314,6 +321,32 @@ CASES = (
     _case("-state_like_x", state_dtype=None),
 )
 
+
+def _build_bench(
+    generator: torch.Generator,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    state_dtype: torch.dtype,
+) -> Args:
+    """Every row in place, sizes of the Mamba-2 layers of 2.7B."""
+    shape = SsdShape(heads=64, width=64, size=128)
+    arena, page = bench_arena(generator, rows, shape.elements, state_dtype)
+    args = draw_ssd(torch.Generator().manual_seed(0), rows, dtype, shape)
+    args = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in args.items()}
+    offset = element_offset(0).to(device)
+    return {"arena": arena, **args, "offset": offset, "read_page": page, "write_page": page}
+
+
+BENCH_CASES = tuple(
+    OpCase(
+        f"R{rows}-H64-P64-M128-G1-{str(state_dtype).removeprefix('torch.')}",
+        partial(_build_bench, rows=rows, state_dtype=state_dtype),
+    )
+    for state_dtype in (torch.float32, torch.bfloat16)
+    for rows in (1, 32, 256)
+)
+
 ssd_step = define_op(
     "ssd_step(Tensor(a!) arena, Tensor(b!) out, Tensor x, Tensor dt, Tensor A_log, Tensor B, Tensor C, "
     "Tensor D, Tensor dt_bias, float dt_min, float dt_max, Tensor offset, Tensor read_page, "
@@ -322,8 +355,9 @@ ssd_step = define_op(
     cpu=ssd_step_ref,
     cases=CASES,
     tolerance=Tolerance(
-        {torch.float32: 1e-6, torch.bfloat16: 4e-3},
-        "fp32 arithmetic with a sum of M terms; bf16 rounds results once (2 ** -9)",
+        {torch.float32: 1e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4},
+        "fp32 arithmetic with a sum of M terms; bf16 rounds results once (2 ** -9), so does fp16 (2 ** -11)",
     ),
     traffic=_traffic,
+    bench_cases=BENCH_CASES,
 )

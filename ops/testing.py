@@ -1,24 +1,82 @@
 """
-Checks that follow from an op's declaration alone, for our ops and for those of third parties.
+The proof of an op: checks that follow from its declaration alone, for our ops and for those of third parties.
 
-    @pytest.mark.parametrize(("spec", "case"), op_cases(causal_conv_step))
-    def test_kernel_equals_float64_reference(spec, case):
-        check_kernel(spec, case, torch.float32, torch.device("cpu"))   # TRITON_INTERPRET=1
+    @pytest.mark.parametrize("check", op_suite(my_op), ids=str)
+    def test_obeys_its_declaration(check):
+        check.run()
 
-Cases fill pages that the op must not read with NaN, so a stray read shows in the result, and all written
-tensors are compared whole, so a stray write does too.
+Without a GPU this needs TRITON_INTERPRET=1, set before any kernel is defined.  Each check asserts one
+thing, so that the one that fails names the fault; docs/ops.md has the list.  bfloat16 kernels are not
+run in Triton's interpreter, which computes them wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
 
+from midstream.ops.guarded_memory import FILLINGS, GuardedArgs, same_bits
+from midstream.ops.launch_recorder import record
 from midstream.ops.registry import Args, OpCase, OpSpec
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEED = 20
+_OTHER_SEED = 21
+_GARBAGE = (float("nan"), 77.0)  # what results hold before the run
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing to prove on one input; as text it is the id of a test."""
+
+    name: str  # a key of CHECKS
+    spec: OpSpec
+    case: OpCase
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self) -> None:
+        """Raises AssertionError, or what the op raised."""
+        CHECKS[self.name](self.spec, self.case, self.dtype, self.device)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.name}-{self.spec.name}-{self.case.id}-{dtype}"
+
+
+def op_suite(spec: OpSpec, device: torch.device | None = None) -> list[Check]:
+    """All checks of an op on `device`: the GPU where there is one, else the CPU with Triton's interpreter.
+
+    Dtypes are those for which a tolerance is declared.  What does not depend on rounding is checked in one,
+    and in the interpreter, where a kernel takes seconds, some of it on the first case only.
+    """
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    exact = not spec.tolerance.relative
+    dtypes = [d for d in DTYPES if exact or d in spec.tolerance.relative]
+    runnable = [d for d in dtypes if on_gpu or d != torch.bfloat16]
+    narrow = torch.bfloat16 if on_gpu and torch.bfloat16 in dtypes else dtypes[0]
+    first = spec.cases[:1]
+    most = spec.cases if on_gpu else first
+    plan: list[tuple[str, list[torch.dtype], tuple[OpCase, ...]]] = [
+        ("reference", [] if on_gpu else dtypes, spec.cases),
+        ("kernel", runnable, spec.cases),
+        ("repeat", [narrow], most),
+        ("guards", [narrow], spec.cases),
+        ("results", [narrow], most),
+        ("replay", [narrow], most),
+        ("registration", [torch.float32], first),
+    ]
+    return [
+        Check(name, spec, case, dtype, device)
+        for name, some, cases in plan
+        for case, dtype in product(cases, some)
+    ]
 
 
 def op_cases(*specs: OpSpec) -> Iterator[tuple[OpSpec, OpCase]]:
@@ -32,9 +90,9 @@ def written_args(spec: OpSpec) -> tuple[str, ...]:
     return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
 
 
-def build_args(case: OpCase, dtype: torch.dtype, device: torch.device) -> Args:
+def build_args(case: OpCase, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Args:
     """The arguments of a case; equal for equal inputs.  Random data is drawn on the CPU."""
-    cpu = case.build(torch.Generator().manual_seed(_SEED), dtype, torch.device("cpu"))
+    cpu = case.build(torch.Generator().manual_seed(seed), dtype, torch.device("cpu"))
     return {k: _like(v, v.dtype, device) if isinstance(v, Tensor) else v for k, v in cpu.items()}
 
 
@@ -60,19 +118,94 @@ def check_kernel(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.d
     compare_written(spec, args, want, dtype)
 
 
-def check_reference(spec: OpSpec, case: OpCase, dtype: torch.dtype) -> None:
-    """The registered CPU implementation in `dtype` stays within tolerance of itself in float64."""
+def check_reference(
+    spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device | None = None
+) -> None:
+    """The registered CPU implementation in `dtype` stays within tolerance of the reference in float64."""
     args = build_args(case, dtype, torch.device("cpu"))
     want = expected(spec, build_args(case, dtype, torch.device("cpu")))
     spec(**args)
     compare_written(spec, args, want, dtype)
 
 
-def check_registration(spec: OpSpec, case: OpCase) -> None:
-    """`torch.library.opcheck`: schema, mutation marks and fake agree with the implementation."""
-    args = build_args(case, torch.float32, torch.device("cpu"))
-    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+def check_repeat(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """Two runs on equal arguments write equal bits."""
+    runs = [build_args(case, dtype, device) for _ in range(2)]
+    for args in runs:
+        spec.launch(**args)
+    _assert_same_written(spec, runs[1], runs[0], "a second run")
+
+
+def check_guards(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """Whatever stands around arguments, and between pages, changes no result and is not changed."""
+    runs = []
+    for filling in FILLINGS:
+        guarded = GuardedArgs(build_args(case, dtype, device), spec.arenas, filling)
+        spec.launch(**guarded.args)
+        strays = guarded.strays(written_args(spec))
+        assert not strays, f"{spec.name}: {'; '.join(strays)}"
+        runs.append(guarded.args)
+    one, other = (filling.name for filling in FILLINGS)
+    what = f"{one} around every argument, instead of {other},"
+    _assert_same_written(spec, runs[0], runs[1], what)
+
+
+def check_results(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """No element of a result that the reference defines depends on what it held before."""
+    written = written_args(spec)
+    names = [n for n in spec.results if n in written]
+    cpu = torch.device("cpu")
+    same = _same_from_any_garbage(spec.launch, names, lambda: build_args(case, dtype, device))
+    if all(elements.all() for elements in same.values()):
+        return
+    wide = torch.float64 if spec.tolerance.relative else dtype
+    defined = _same_from_any_garbage(spec.reference, names, lambda: build_args(case, wide, cpu))
+    for name in names:
+        left = int((defined[name] & ~same[name]).sum())
+        assert not left, (
+            f"{spec.name}: {left} elements of {name} hold what they held before the run"
+        )
+
+
+def check_replay(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """A captured launch equals an eager one bit for bit, also after all arguments got other contents."""
+    bound = build_args(case, dtype, device)
+    spec.launch(**bound)  # compiles
+    replay = record(lambda: spec.launch(**bound), device)
+    for seed in (_SEED, _OTHER_SEED):
+        eager = build_args(case, dtype, device, seed)
+        _write_contents(bound, eager)
+        spec.launch(**eager)
+        replay()
+        _assert_same_written(spec, bound, eager, "a replay")
+
+
+def check_registration(
+    spec: OpSpec,
+    case: OpCase,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> None:
+    """`torch.library.opcheck`: schema, mutation marks and fake agree with the implementation.
+
+    The fake is the same for all devices, so that on the GPU only the marks are compared.
+    """
+    device = device or torch.device("cpu")
+    args = build_args(case, dtype, device)
+    fake = ("test_faketensor", "test_aot_dispatch_dynamic") if device.type == "cpu" else ()
+    tests = ("test_schema", *fake)
     torch.library.opcheck(spec.overload, (), args, test_utils=tests)  # type: ignore[arg-type]
+
+
+CHECKS: dict[str, Callable[[OpSpec, OpCase, torch.dtype, torch.device], None]] = {
+    "reference": check_reference,
+    "kernel": check_kernel,
+    "repeat": check_repeat,
+    "guards": check_guards,
+    "results": check_results,
+    "replay": check_replay,
+    "registration": check_registration,
+}
 
 
 def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> None:
@@ -80,7 +213,7 @@ def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> 
     for name in written_args(spec):
         have, goal = got[name].cpu(), want[name]
         if not spec.tolerance.relative or not have.is_floating_point():
-            assert _same_bits(have, goal), f"{spec.name}: {name} differs"
+            assert same_bits(have, goal), f"{spec.name}: {name} differs"
             continue
         finite = goal[goal.isfinite()]
         scale = finite.abs().max().item() if finite.numel() else 1.0
@@ -95,13 +228,55 @@ def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> 
         )
 
 
+def _assert_same_written(spec: OpSpec, got: Args, want: Args, what: str) -> None:
+    for name in written_args(spec):
+        assert same_bits(got[name], want[name]), f"{spec.name}: {what} gives another {name}"
+
+
+def _same_from_any_garbage(
+    run: Callable[..., None], results: list[str], build: Callable[[], Args]
+) -> dict[str, Tensor]:
+    """Elements of results that do not depend on what results, or memory that `run` takes, held before."""
+    after = []
+    for garbage in _GARBAGE:
+        args = build()
+        for name in results:
+            value = args[name]
+            is_number = value.is_floating_point() or garbage == garbage
+            value.fill_(garbage if is_number else -77)
+        with _workspace_of_nan(garbage != garbage):
+            run(**args)
+        after.append({name: args[name].cpu() for name in results})
+    one, other = after
+    return {
+        name: (one[name] == other[name]) | (one[name].isnan() & other[name].isnan())
+        for name in results
+    }
+
+
+@contextmanager
+def _workspace_of_nan(active: bool) -> Iterator[None]:
+    """While active, `torch.empty` gives NaN, or the largest integers."""
+    was = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(active or was, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was, warn_only=warns)
+
+
+def _write_contents(bound: Args, fresh: Args) -> None:
+    """Copy tensors into bound ones.  Numbers and shapes are part of a capture, so they must be equal."""
+    for name, value in fresh.items():
+        if isinstance(value, Tensor):
+            assert bound[name].shape == value.shape, f"{name}: another seed gives another shape"
+            bound[name].copy_(value)
+        else:
+            assert bound[name] == value, f"{name}: another seed gives another number"
+
+
 def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A copy with the same strides: ops must see views with odd pitches."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device=device)
     return copy.copy_(tensor)
-
-
-def _same_bits(have: Tensor, goal: Tensor) -> bool:
-    return have.dtype == goal.dtype and torch.equal(
-        have.contiguous().view(torch.uint8), goal.contiguous().view(torch.uint8)
-    )

@@ -5,33 +5,15 @@ import torch
 
 from midstream.errors import ContractError
 from midstream.ops.gated_delta_step import gated_delta_step
-from midstream.ops.testing import (
-    build_args,
-    check_kernel,
-    check_reference,
-    check_registration,
-    op_cases,
-)
+from midstream.ops.testing import build_args, op_suite
 
-ids = [case.id for case in gated_delta_step.cases]
 BASE = gated_delta_step.cases[0]  # rows: in place, to another page, without history, padding
 IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(gated_delta_step)], ids=ids)
-def test_kernel_equals_float64_reference(spec, case, dtype, device):
-    check_kernel(spec, case, dtype, device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(gated_delta_step)], ids=ids)
-def test_cpu_implementation_equals_float64_reference(spec, case, dtype):
-    check_reference(spec, case, dtype)
-
-
-def test_is_a_well_formed_torch_operator():
-    check_registration(gated_delta_step, BASE)
+@pytest.mark.parametrize("check", op_suite(gated_delta_step), ids=str)
+def test_obeys_its_declaration(check):
+    check.run()
 
 
 def test_padded_rows_touch_no_page_and_their_output_is_zero(device):

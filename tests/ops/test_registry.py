@@ -4,13 +4,16 @@ import pytest
 import torch
 
 from midstream.errors import ContractError
-from midstream.ops.registry import EXACT, OPS, OpCase, Tolerance, define_op
+from midstream.ops.registry import EXACT, OPS, OpCase, Tolerance, define_op, describe_op
 from midstream.ops.testing import (
     build_args,
+    check_guards,
     check_kernel,
     check_reference,
     check_registration,
+    check_results,
     op_cases,
+    op_suite,
     written_args,
 )
 
@@ -133,3 +136,49 @@ def test_a_hidden_mutation_is_caught():
     spec = _define("test_hidden_mutation", cpu=also_writes_x)
     with pytest.raises(Exception, match="test_schema"):
         check_registration(spec, CASES[0])
+
+
+def test_a_kernel_that_writes_an_unmarked_argument_is_caught():
+    def also_writes_x(out, x):
+        out.copy_(2 * x)
+        x.zero_()
+
+    spec = _define("test_unmarked", cuda=also_writes_x)
+    check_kernel(spec, CASES[0], torch.float32, CPU)
+    with pytest.raises(AssertionError, match="x was written, which the schema does not mark"):
+        check_guards(spec, CASES[0], torch.float32, CPU)
+
+
+def test_a_kernel_that_reads_workspace_before_it_writes_it_is_caught():
+    def adds_workspace(out, x):
+        out.copy_(2 * x + 0 * torch.empty(3))
+
+    spec = _define("test_workspace", cuda=adds_workspace)
+    with pytest.raises(AssertionError, match="12 elements of out hold what they held"):
+        check_results(spec, CASES[0], torch.float32, CPU)
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_elements_that_the_reference_leaves_alone_may_be_left_alone():
+    def first_row(out, x):
+        out[0] = 2 * x[0]
+
+    spec = _define("test_first_row", cuda=first_row, cpu=first_row)
+    check_results(spec, CASES[0], torch.float32, CPU)
+
+
+def test_the_suite_runs_all_checks_in_dtypes_with_a_tolerance_but_no_bf16_in_the_interpreter():
+    suite = {str(check) for check in op_suite(_define("test_suite"), CPU)}
+    ids = ["reference", "kernel", "repeat", "guards", "results", "replay", "registration"]
+    assert suite == {
+        *(f"{name}-test_suite-R4-D3-float32" for name in ids),
+        "reference-test_suite-R4-D3-bfloat16",
+    }
+
+
+def test_a_described_op_must_write_arguments_too():
+    add = torch.ops.aten.add.Tensor
+    with pytest.raises(ContractError, match="pass results as arguments"):
+        describe_op(
+            add, launch=add, reference=add, cases=CASES, tolerance=EXACT, traffic=lambda _: (0, 0)
+        )

@@ -5,18 +5,12 @@ import torch
 
 from midstream.errors import ContractError
 from midstream.ops.scatter_slots import scatter_slots
-from midstream.ops.testing import check_kernel, check_registration, op_cases
-
-ids = [case.id for case in scatter_slots.cases]
+from midstream.ops.testing import op_suite
 
 
-@pytest.mark.parametrize(("spec", "case"), [*op_cases(scatter_slots)], ids=ids)
-def test_kernel_equals_reference(spec, case, device):
-    check_kernel(spec, case, torch.float32, device)
-
-
-def test_is_a_well_formed_torch_operator():
-    check_registration(scatter_slots, scatter_slots.cases[0])
+@pytest.mark.parametrize("check", op_suite(scatter_slots), ids=str)
+def test_obeys_its_declaration(check):
+    check.run()
 
 
 def test_lists_of_different_length_are_refused(device):

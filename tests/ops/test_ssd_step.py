@@ -1,4 +1,4 @@
-"""ssd_step: kernel against float64, padding, clamp, and who may write what."""
+"""ssd_step: its declaration, padding, clamp, and who may write what."""
 
 import pytest
 import torch
@@ -6,15 +6,7 @@ from paged_step import PagedStep, changed_pages
 
 from midstream.errors import ContractError
 from midstream.ops.ssd_step import SsdShape, draw_ssd, ssd_step
-from midstream.ops.testing import (
-    build_args,
-    check_kernel,
-    check_reference,
-    check_registration,
-    op_cases,
-)
-
-ids = [case.id for case in ssd_step.cases]
+from midstream.ops.testing import build_args, op_suite
 
 
 def make_step(device, step=(0.0, float("inf")), **changes):
@@ -32,25 +24,9 @@ def step(device):
     return make_step(device)
 
 
-@pytest.mark.parametrize(("spec", "case"), list(op_cases(ssd_step)), ids=ids)
-def test_kernel_equals_float64_reference(spec, case, device):
-    check_kernel(spec, case, torch.float32, device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("spec", "case"), list(op_cases(ssd_step)), ids=ids)
-def test_bf16_kernel_equals_float64_reference(spec, case, device):
-    check_kernel(spec, case, torch.bfloat16, device)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("spec", "case"), list(op_cases(ssd_step)), ids=ids)
-def test_cpu_implementation_equals_float64_reference(spec, case, dtype):
-    check_reference(spec, case, dtype)
-
-
-def test_is_a_well_formed_torch_operator():
-    check_registration(ssd_step, ssd_step.cases[0])
+@pytest.mark.parametrize("check", op_suite(ssd_step), ids=str)
+def test_obeys_its_declaration(check):
+    check.run()
 
 
 def test_padded_rows_write_no_page_and_their_output_is_zero(step):

@@ -1,0 +1,95 @@
+"""
+How close each op comes to the copy rate, on sizes of real layers.
+
+Physics: the bytes that an op declares to move, over the copy rate of the same run.  One captured graph
+launches the op on as many inputs as exceed the L2 cache, one after the other, and is timed on the
+device's clock; a launch's share includes its gap to the next.  Activations are bfloat16; a name ends in the
+dtype of the states.  Ops that declare no real sizes are left out.
+
+    pytest bench/ops.py --benchmark-json=ops.json      (-k ssd_step)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import measure
+import pytest
+import torch
+from percentiles import percentiles_us, seconds_of
+
+from midstream.graphs.capture import GraphCapture
+from midstream.ops.gates import import_all_ops
+from midstream.ops.registry import OPS, Args, OpCase, OpSpec
+from midstream.ops.testing import check_kernel, written_args
+
+GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if GPU else torch.float32
+COLD_BYTES = 2**28  # several times what an L2 cache holds
+ROUNDS = 200 if GPU else 3
+
+import_all_ops()
+POINTS = [
+    pytest.param(spec, case, id=f"{spec.name}-{case.id}")
+    for spec in OPS.values()
+    for case in (spec.bench_cases if GPU else spec.cases[:1] if spec.bench_cases else ())
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gate() -> None:
+    """No figures unless the kernels equal their references (on the CPU they are these)."""
+    for spec in OPS.values() if GPU else ():
+        if spec.bench_cases:
+            check_kernel(spec, spec.cases[0], DTYPE, measure.device())
+
+
+@pytest.mark.parametrize(("spec", "case"), POINTS)
+def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
+    """The share of one launch."""
+    inputs = cold_inputs(spec, case)
+    moved_bytes, operations = spec.traffic(inputs[0])
+
+    def work() -> None:
+        for args in inputs:
+            spec(**args)
+
+    replay = captured(work, case.id)
+    replay()
+    assert_finite(spec, inputs)
+    benchmark._timer = measure.clock()
+    benchmark.pedantic(replay, rounds=ROUNDS, warmup_rounds=3)
+    measure.describe(
+        benchmark,
+        len(inputs) * moved_bytes,
+        op=spec.name,
+        case=case.id,
+        launches=len(inputs),
+        bytes_per_launch=moved_bytes,
+        operations_per_launch=operations,
+        **percentiles_us(seconds_of(benchmark), len(inputs)),
+    )
+
+
+def cold_inputs(spec: OpSpec, case: OpCase) -> list[Args]:
+    """Inputs, each with memory of its own, that together do not fit into the cache."""
+    generator = torch.Generator(measure.device()).manual_seed(0)
+    inputs = [case.build(generator, DTYPE, measure.device())]
+    moved_bytes = max(1, spec.traffic(inputs[0])[0])
+    for _ in range(math.ceil(COLD_BYTES / moved_bytes) - 1 if GPU else 1):
+        inputs.append(case.build(generator, DTYPE, measure.device()))
+    return inputs
+
+
+def assert_finite(spec: OpSpec, inputs: list[Args]) -> None:
+    """Every result was written, of every input."""
+    for args in inputs if GPU else ():
+        for name in set(spec.results) & set(written_args(spec)):
+            assert args[name].isfinite().all(), f"{spec.name}: {name} is not finite"
+
+
+def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
+    """Replays `work` as one CUDA graph; on the CPU `work` itself."""
+    return GraphCapture(measure.device()).capture(work, dict, name) if GPU else work
