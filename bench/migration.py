@@ -2,7 +2,8 @@
 Moving state pages ahead of a step: what it costs when no row crosses a block boundary, and its copy rate.
 
 Physics: a move reads and writes one page, so its floor is 2 x page / copy rate; without a move there are
-only the nodes of the graph.  `nothing_crosses` replays one pass or many passes, each time right after a
+only the nodes of the graph.  Short moves also pay for their launch, so each row has the time of one plain
+copy of as many bytes.  `nothing_crosses` replays one pass or many passes, each time right after a
 graph of as many one-element kernels.  `moves` walks through more pages than the L2 cache holds.
 
     pytest bench/migration.py --benchmark-json=migration.json      (--state-dtype bfloat16)
@@ -114,6 +115,7 @@ def test_moves(benchmark: Any, state_dtype: str, pages: str, moves: int, among: 
         page_bytes=layout.page_bytes,
         state_dtype=state_dtype,
         steps_per_replay=steps,
+        plain_copy=plain_copies(temporal, moves, steps),
         **percentiles_us(seconds_of(benchmark), steps),
     )
 
@@ -184,6 +186,23 @@ def check_moves(
 def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
     """Replays `work` as one CUDA graph; on the CPU `work` itself."""
     return GraphCapture(measure.device()).capture(work, dict, name) if GPU else work
+
+
+def plain_copies(temporal: Tensor, moves: int, steps: int) -> dict[str, float]:
+    """The temporal bytes of a step as one contiguous copy, in the same kind of graph."""
+    halves = temporal[1:].view(steps, 2, moves * temporal.shape[1])
+
+    def copy_all() -> None:
+        for source, target in halves:
+            target.copy_(source)
+
+    replay = captured(copy_all, "copies")
+    now, seconds = measure.clock(), []
+    for _ in range(9):
+        begin = now()
+        replay()
+        seconds.append(now() - begin)
+    return percentiles_us(seconds[2:], steps)
 
 
 def repeat(work: Callable[[], object], times: int) -> None:

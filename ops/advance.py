@@ -12,6 +12,14 @@ a column or page it starts from zeros.
 `accepted` restarts at 1 when the column changed or the row resumes: offsets count from the new
 page.  Each slot is in at most one row.  The single program keeps moves in row order.
 
+With drafts the window of a copy-free row lies where its temporal state does if `src_off` is 0, and
+else in column `src_col`, from its row `src_off` on.
+
+Moves never form a chain, so that they need no order.  A destination is a running page, in a column
+of one slot's table and of no other, and never published.  A source is a page of the same slot's
+table, or a published page.  So only its own row may read a destination, and a row makes one move.
+`post_copy` draws sources and destinations from one slot's table as well.
+
 Letters: R rows (`rows` of them used), T tokens, S slots, Z columns.
 Traffic: about 100 bytes a row.  Integers only: exact.
 """
@@ -26,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
-from midstream.ops.page_move import wide_offset
+from midstream.ops.page_words import wide_offset
 from midstream.ops.registry import EXACT, NULL_PAGE, PADDING, Args, OpCase, define_op
 
 NO_COL = -1  # state_col of a slot that has no state yet
@@ -150,6 +158,9 @@ def _advance_kernel(
         last = tl.load(last_token_ptr + slot, mask=live, other=0)
         starts = live & (end > first)
         token = tl.load(token_id_ptr + first, mask=starts, other=0)
+        # Records are updated in place.  Which thread loads a row and which one stores it is the
+        # compiler's choice, so all have loaded before one stores.
+        tl.debug_barrier()
         tl.store(token_id_ptr + first, last, mask=starts & (token == -1))
 
         target = (computed + (end - first) + (BLOCK - 1)) // BLOCK - 1
@@ -240,7 +251,9 @@ class _Case:
         row_slot[2::7] = PADDING
         row_start = torch.zeros(rows + 1, dtype=torch.int32)
         row_start[1:] = torch.where(row_slot == PADDING, 0, lengths).cumsum(0)
-        tokens = draw(0, 100, int(row_start[-1]) + 1)
+        tokens = draw(
+            0, 100, rows * (self.block + 1) + 1
+        )  # longer than the step, as a static buffer
         tokens[row_start[:-1:2].long()] = LAST_TOKEN
         junk = torch.full((2, rows + 3), -77, dtype=torch.int32)
         args: Args = {

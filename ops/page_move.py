@@ -5,16 +5,29 @@ Which pages move is decided before (`advance`, `post_copy`); this op only moves.
 whole temporal page from `move_from[0]` and the convolution page from `move_from[1]`.
 `move_shift` > 0 drops that many oldest rows of each convolution window: rows [shift, window_rows)
 of the source become rows [0, window_rows - shift) of the destination, whose other rows keep their
-content.  Source and destination may be one page.  Callers own the pages: no page is written by
-two moves, or written by one and read by another.
+content.  Source and destination of a move may be one page.
+
+Moves of a list have no order.  So no page may be the destination of two moves, or the destination
+of one and a source of another: a chain or a cycle has no meaning here.  The reference refuses such
+a list; why `advance` and `post_copy` never make one is said in `ops/advance.py`.
 
 Letters: R capacity of the list, N pages, E elements of a page.
 Traffic: twice the bytes of a page per move, nothing when nothing moves.  No arithmetic: bit-exact.
+
+Physics: at the copy rate of an H200 (4.2 TB/s, half of it reads) about 2 MB must be in flight to
+cover a latency of 1 us, 16 KB per SM, and two to four times that in a loaded machine.  A program
+loads two pieces before it stores one, so an SM has 2 * PROGRAMS_PER_SM pieces in flight;
+all its programs must be resident, or part of the grid waits until the rest is done.  What a short move loses:
+* the launch and the latencies of count, list and page, one after the other.  The list is read
+  before the count is known, so that two of the three overlap.
+* its tail.  Pieces are dealt to all programs in turn, over the borders of pages, so that programs
+  differ by one piece at most.
+Measured variants (larger pieces, fewer programs, cache hints, dealing by an atomic counter, dependent
+launch, bulk copies): docs/log.md.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import torch
@@ -23,15 +36,21 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
-from midstream.ops.registry import EXACT, Args, OpCase, define_op
+from midstream.ops.page_words import (
+    REGISTERS,
+    WORD,
+    as_dtype,
+    copy_words,
+    page_words,
+    resident_programs,
+    wide_offset,
+)
+from midstream.ops.registry import EXACT, NULL_PAGE, Args, OpCase, define_op
 
-_WORD = 8  # bytes; two words make one 128-bit access
-_TILE = 2048  # words a program moves per turn: 16 KiB, eight accesses in flight per thread
-_WARPS = 4
-_PROGRAMS_PER_SM = 8  # fixed grid: how much moves is known on the device only
-_PROGRAMS_EMULATED = 3  # in the interpreter
-_PARTS = 4  # programs that share the windows of one layer
-_CHANNELS = 512  # channels of a window that a program holds at once
+_PIECE_BYTES = 4096  # of a page that stay together
+_PARTS = 8  # programs that share the window of one layer
+_CONV_TILE = 1024  # words of a convolution page that a program copies per turn
+_WINDOW_TILE = 128  # words (else channels) of each row of a window that a program holds at once
 _CARRIER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
 
@@ -40,7 +59,9 @@ def page_move_ref(
     num_moves: Tensor, conv_offset: Tensor, conv_width: Tensor, window_rows: int,
 ) -> None:  # fmt: skip
     """Say what the kernel means, one move at a time."""
-    for move in range(int(num_moves)):
+    count = int(num_moves)
+    check_unordered(move_from[:, :count], move_to[:count])
+    for move in range(count):
         source, conv_source = move_from[:, move].tolist()
         target, shift = int(move_to[move]), int(move_shift[move])
         if source != target:
@@ -54,47 +75,79 @@ def page_move_ref(
                 conv[target, region].view(window_rows, width)[: window_rows - shift] = window
 
 
-@triton.jit
-def wide_offset(index, stride):
-    """Distance of a page or table row from the first one; widened first: it passes 2**31 early."""
-    return index.to(tl.int64) * stride
+def check_unordered(move_from: Tensor, move_to: Tensor) -> None:
+    """Reads device values.
 
-
-@triton.jit
-def _copy_tile(ptr, source, target, start, words, TILE: tl.constexpr):
-    """Copy words [start, start + TILE) of the page at `source` to the page at `target`."""
-    word = start + tl.arange(0, TILE)
-    inside = word < words
-    tl.store(ptr + target + word, tl.load(ptr + source + word, mask=inside), mask=inside)
+    Raises:
+        ContractError: the result would depend on the order in which the moves are done.
+    """
+    sources, targets = move_from.T.tolist(), move_to.tolist()
+    writer = dict(zip(targets, range(len(targets)), strict=True))  # of each page, the last one
+    for move, (pages, target) in enumerate(zip(sources, targets, strict=True)):
+        for page in (*pages, target):
+            other = writer.get(page, move)
+            if other != move and page != NULL_PAGE:
+                raise ContractError(
+                    f"page_move: page {page} is in move {move} ({pages} to {target}) and is the "
+                    f"destination of move {other}; moves have no order, so give each a page of its "
+                    "own and move in two calls what forms a chain"
+                )
 
 
 @triton.jit
 def _shift_tile(
     ptr, source, target, width, start, shift, ROWS: tl.constexpr, ROWS_POW2: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move rows [shift, ROWS) of a window to its rows [0, ROWS - shift), for some channels."""
+    """Move rows [shift, ROWS) of a window to its rows [0, ROWS - shift), for TILE of its columns."""
     row = tl.arange(0, ROWS_POW2)[:, None]
-    channel = start + tl.arange(0, CHANNELS)[None, :]
-    moving = (row + shift < ROWS) & (channel < width)
-    window = tl.load(ptr + source + (row + shift) * width + channel, mask=moving)
+    column = start + tl.arange(0, TILE)[None, :]
+    moving = (row + shift < ROWS) & (column < width)
+    window = tl.load(ptr + source + (row + shift) * width + column, mask=moving)
     tl.debug_barrier()  # in place: all threads have read before one of them writes
-    tl.store(ptr + target + row * width + channel, window, mask=moving)
+    tl.store(ptr + target + row * width + column, window, mask=moving)
 
 
 @triton.jit
-def _move_windows(
-    ptr, source, target, conv_offset_ptr, conv_width_ptr, part, shift, ROWS: tl.constexpr,
-    ROWS_POW2: tl.constexpr, CHANNELS: tl.constexpr, PARTS: tl.constexpr,
+def _move_window(
+    ptr, word_ptr, source, target, width, share, shift, ROWS: tl.constexpr,
+    ROWS_POW2: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    """Move one part (of PARTS) of one layer's window; `part` counts over all layers."""
-    layer = part // PARTS
-    offset = tl.load(conv_offset_ptr + layer)
-    width = tl.load(conv_width_ptr + layer)
-    for start in range((part % PARTS) * CHANNELS, width, PARTS * CHANNELS):
-        _shift_tile(
-            ptr, source + offset, target + offset, width, start, shift, ROWS, ROWS_POW2, CHANNELS
-        )
+    """Move one share (of PARTS) of the window that lies at elements `source` and `target`.
+
+    Columns never cross: a column of the window belongs to one program, so that a window may move
+    within itself.  Where rows keep the alignment, a column is a word of several channels.
+    """
+    if width % (2 * PER_WORD) == 0:
+        words = tl.multiple_of(width // PER_WORD, 2)
+        source_word = tl.multiple_of(source // PER_WORD, 2)
+        target_word = tl.multiple_of(target // PER_WORD, 2)
+        for start in range(share * TILE, words, PARTS * TILE):
+            _shift_tile(
+                word_ptr, source_word, target_word, words, start, shift, ROWS, ROWS_POW2, TILE
+            )
+    else:
+        for start in range(share * TILE, width, PARTS * TILE):
+            _shift_tile(ptr, source, target, width, start, shift, ROWS, ROWS_POW2, TILE)
+
+
+@triton.jit
+def _listed_pages(move_from_ptr, move_to_ptr, move, capacity):
+    """Temporal source and destination of a move; equal pages, so nothing to do, behind the list."""
+    inside = move < capacity
+    source = tl.load(move_from_ptr + move, mask=inside, other=0)
+    return source, tl.load(move_to_ptr + move, mask=inside, other=0)
+
+
+@triton.jit
+def _load_piece(
+    ptr, stride, source, target, place, words, listed, PIECE: tl.constexpr
+):  # fmt: skip
+    """Piece `place` of page `source`, where it goes in page `target`, and which of its words."""
+    word = place * PIECE + tl.arange(0, PIECE)
+    moving = listed & (source != target) & (word < words)
+    piece = tl.load(ptr + wide_offset(source, stride) + word, moving)
+    return piece, ptr + wide_offset(target, stride) + word, moving
 
 
 @triton.jit
@@ -112,110 +165,105 @@ def _page_move_kernel(
     conv_word_stride,  # words from page to page
     conv_stride,  # elements from page to page
     move_stride,  # from temporal sources to conv sources
+    capacity,  # R
     temporal_words,
+    page_pieces,  # pieces of a temporal page, at least 1
     conv_words,
     conv_layers,
     ROWS: tl.constexpr,
     ROWS_POW2: tl.constexpr,
-    CHANNELS: tl.constexpr,
+    WINDOW_TILE: tl.constexpr,
+    CONV_TILE: tl.constexpr,
     PARTS: tl.constexpr,
-    TILE: tl.constexpr,
+    PER_WORD: tl.constexpr,  # conv elements
+    PIECE: tl.constexpr,  # words
     PROGRAMS: tl.constexpr,
 ):
     program = tl.program_id(0)
+    a, b = program, program + PROGRAMS  # the two pieces of a turn
+    # before the count is known: one latency instead of two
+    a_from, a_to = _listed_pages(move_from_ptr, move_to_ptr, a // page_pieces, capacity)
+    b_from, b_to = _listed_pages(move_from_ptr, move_to_ptr, b // page_pieces, capacity)
     num_moves = tl.load(num_moves_ptr)
-    tiles = tl.cdiv(temporal_words, TILE)
-    for turn in range(program, num_moves * tiles, PROGRAMS):
-        source = tl.load(move_from_ptr + turn // tiles)
-        target = tl.load(move_to_ptr + turn // tiles)
-        if source != target:
-            _copy_tile(
-                temporal_ptr,
-                wide_offset(source, temporal_stride),
-                wide_offset(target, temporal_stride),
-                (turn % tiles) * TILE,
-                temporal_words,
-                TILE,
-            )
+
     parts = conv_layers * PARTS
-    for turn in range(PROGRAMS - 1 - program, num_moves * parts, PROGRAMS):  # idle programs first
-        source = tl.load(move_from_ptr + move_stride + turn // parts)
-        target = tl.load(move_to_ptr + turn // parts)
-        shift = tl.load(move_shift_ptr + turn // parts)
+    for turn in range(PROGRAMS - 1 - program, num_moves * parts, PROGRAMS):
+        move = turn // parts
         part = turn % parts
+        conv_source = tl.load(move_from_ptr + move_stride + move)
+        conv_target = tl.load(move_to_ptr + move)
+        shift = tl.load(move_shift_ptr + move)
         if shift > 0:
-            _move_windows(
+            offset = tl.load(conv_offset_ptr + part // PARTS)
+            _move_window(
                 conv_ptr,
-                wide_offset(source, conv_stride),
-                wide_offset(target, conv_stride),
-                conv_offset_ptr,
-                conv_width_ptr,
-                part,
+                conv_word_ptr,
+                wide_offset(conv_source, conv_stride) + offset,
+                wide_offset(conv_target, conv_stride) + offset,
+                tl.load(conv_width_ptr + part // PARTS),
+                part % PARTS,
                 shift,
                 ROWS,
                 ROWS_POW2,
-                CHANNELS,
+                WINDOW_TILE,
                 PARTS,
+                PER_WORD,
             )
-        elif source != target:
-            for start in range(part * TILE, conv_words, parts * TILE):
-                _copy_tile(
-                    conv_word_ptr,
-                    wide_offset(source, conv_word_stride),
-                    wide_offset(target, conv_word_stride),
-                    start,
-                    conv_words,
-                    TILE,
-                )
+        elif conv_source != conv_target:
+            copy_words(
+                conv_word_ptr + wide_offset(conv_target, conv_word_stride),
+                conv_word_ptr + wide_offset(conv_source, conv_word_stride),
+                part * CONV_TILE,
+                conv_words,
+                parts * CONV_TILE,
+                CONV_TILE,
+            )
 
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs of the fixed grid."""
-    if device.type != "cuda":
-        return _PROGRAMS_EMULATED
-    return torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM
-
-
-def _words(name: str, arena: Tensor) -> Tensor:
-    """The arena as 64-bit words."""
-    page_bytes, stride_bytes = (n * arena.element_size() for n in (arena.shape[1], arena.stride(0)))
-    if page_bytes == 0:
-        return _as_dtype(arena, torch.int64)
-    if page_bytes % (2 * _WORD) or stride_bytes % (2 * _WORD):
-        raise ContractError(
-            f"page_move: pages of {name} must be multiples of 16 bytes, got {page_bytes} bytes "
-            f"every {stride_bytes}; build arenas from StateLayout"
-        )
-    return _as_dtype(arena, torch.int64)
-
-
-def _as_dtype(arena: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same bytes under another dtype; torch refuses to view pages without elements."""
-    return arena.view(dtype) if arena.shape[1] else arena.new_empty(arena.shape, dtype=dtype)
+    end = num_moves * page_pieces
+    while a < end:
+        a_words, a_ptrs, a_moving = _load_piece(
+            temporal_ptr, temporal_stride, a_from, a_to, a % page_pieces, temporal_words, a < end,
+            PIECE,
+        )  # fmt: skip
+        b_words, b_ptrs, b_moving = _load_piece(
+            temporal_ptr, temporal_stride, b_from, b_to, b % page_pieces, temporal_words, b < end,
+            PIECE,
+        )  # fmt: skip
+        a, b = a + 2 * PROGRAMS, b + 2 * PROGRAMS
+        a_from, a_to = _listed_pages(move_from_ptr, move_to_ptr, a // page_pieces, capacity)
+        b_from, b_to = _listed_pages(move_from_ptr, move_to_ptr, b // page_pieces, capacity)
+        tl.store(a_ptrs, a_words, mask=a_moving)
+        tl.store(b_ptrs, b_words, mask=b_moving)
 
 
 def _launch(
     temporal: Tensor, conv: Tensor, move_from: Tensor, move_to: Tensor, move_shift: Tensor,
     num_moves: Tensor, conv_offset: Tensor, conv_width: Tensor, window_rows: int,
 ) -> None:  # fmt: skip
-    temporal_words, conv_words = _words("temporal", temporal), _words("conv", conv)
-    elements = _as_dtype(conv, _CARRIER[conv.element_size()])
-    programs = _programs(temporal.device)
+    temporal_words, conv_words = (
+        page_words("page_move", name, arena)
+        for name, arena in (("temporal", temporal), ("conv", conv))
+    )
+    elements = as_dtype(conv, _CARRIER[conv.element_size()])
+    programs = resident_programs(temporal.device)
+    piece = _PIECE_BYTES // WORD
     _page_move_kernel[(programs,)](
         temporal_words, conv_words, elements, move_from, move_to, move_shift, num_moves,
         conv_offset, conv_width,
         temporal_words.stride(0), conv_words.stride(0), elements.stride(0), move_from.stride(0),
-        temporal_words.shape[1], conv_words.shape[1], conv_width.shape[0],
-        ROWS=window_rows, ROWS_POW2=triton.next_power_of_2(window_rows), CHANNELS=_CHANNELS,
-        PARTS=_PARTS, TILE=_TILE, PROGRAMS=programs, num_warps=_WARPS,
+        move_to.shape[0], temporal_words.shape[1],
+        max(triton.cdiv(temporal_words.shape[1], piece), 1), conv_words.shape[1],
+        conv_width.shape[0],
+        ROWS=window_rows, ROWS_POW2=triton.next_power_of_2(window_rows), WINDOW_TILE=_WINDOW_TILE,
+        CONV_TILE=_CONV_TILE, PARTS=_PARTS, PER_WORD=WORD // conv.element_size(), PIECE=piece,
+        PROGRAMS=programs, num_warps=4, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Case:
     elements: int = 5120  # temporal elements of a page: two tiles, the last one partial
-    widths: tuple[int, ...] = (32, 20, 1200)  # aligned; odd; several tiles of channels
+    widths: tuple[int, ...] = (32, 21, 1200)  # rows of a window: aligned; odd; several tiles
     window_rows: int = 5
     shift: int = 2  # of the moves that shift
     moves: int = 5
@@ -275,6 +323,8 @@ _CASES = tuple(
         _Case(elements=64),  # less than a tile
         _Case(elements=0),  # a model of short convolutions only
         _Case(widths=()),  # a model without convolutions
+        _Case(widths=(4200, 1301)),  # several turns of a program for one window
+        _Case(widths=(4200,), window_rows=8, shift=0),  # and for one convolution page
     )
 )
 
@@ -293,4 +343,5 @@ page_move = define_op(
     cases=_CASES,
     tolerance=EXACT,
     traffic=_traffic,
+    arenas=("temporal", "conv"),
 )

@@ -85,6 +85,7 @@ def _post_copy_kernel(
         bias = boundary - running
         target = boundary // BLOCK - 1
         behind = live & (boundary > 0) & (bias >= 0)
+        tl.debug_barrier()  # in place, as in `advance`: all threads have loaded the counts
         tl.store(
             accepted_ptr + slot, tl.full([TILE], 1, tl.int32), mask=behind & (source == target)
         )

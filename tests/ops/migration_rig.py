@@ -103,15 +103,23 @@ class Rig:
     def window(self, page: int) -> list[float]:
         return self.conv[page].view(self.window_rows, _WORD)[:, -1].tolist()
 
+    def source_of_window(self, row: int, slot: int) -> tuple[int, int]:
+        """Page and first row of the window that a step reads."""
+        pages = self.state_table[slot].tolist()
+        if self.precopy:
+            return pages[int(self.state_col[slot])], int(self.accepted[slot]) - 1
+        off = int(self.src_off[slot])
+        return (pages[int(self.src_col[slot])] if off else int(self.read_page[row])), off
+
     def forward(self, row: int, slot: int, length: int) -> tuple[float, list[float]]:
         """Read the row's state, write the states of its tokens; returns what was read."""
         tokens, col = int(self.computed[slot]), int(self.state_col[slot])
-        read, off = int(self.read_page[row]), int(self.accepted[slot]) - 1
-        pages = self.state_table[slot].tolist()
+        read, pages = int(self.read_page[row]), self.state_table[slot].tolist()
         temporal = self.temporal[read, -1].item() if read else 0.0
         history = [float(p) for p in range(1 - TAPS, 0)]
         if read:
-            history = self.window(pages[col])[off : off + TAPS - 1]
+            page, off = self.source_of_window(row, slot)
+            history = self.window(page)[off : off + TAPS - 1]
         verified = length == 1 + self.drafts
         for place in range(length if verified else 1):
             count = tokens + (place + 1 if verified else length)

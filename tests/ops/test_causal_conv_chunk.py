@@ -3,10 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from grid_recorder import GridRecorder
 from paged_scan import PagedScan, run_programs_backwards
 
 from midstream.errors import ContractError
+from midstream.ops import causal_conv_chunk as op_file
 from midstream.ops.causal_conv_chunk import causal_conv_chunk
+from midstream.ops.causal_conv_step import causal_conv_step
+from midstream.ops.chunk_table import cut_chunks
 from midstream.ops.testing import (
     build_args,
     check_kernel,
@@ -45,8 +49,9 @@ def conv1d(scan, tokens):
 
 
 @pytest.mark.parametrize(("spec", "case"), list(op_cases(causal_conv_chunk)), ids=ids)
-def test_kernel_equals_float64_reference(spec, case, device):
-    check_kernel(spec, case, torch.float32, device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernel_equals_float64_reference(spec, case, dtype, device):
+    check_kernel(spec, case, dtype, device)
 
 
 @pytest.mark.gpu
@@ -55,7 +60,7 @@ def test_bf16_kernel_equals_float64_reference(spec, case, device):
     check_kernel(spec, case, torch.bfloat16, device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("spec", "case"), list(op_cases(causal_conv_chunk)), ids=ids)
 def test_cpu_implementation_equals_float64_reference(spec, case, dtype):
     check_reference(spec, case, dtype)
@@ -127,6 +132,93 @@ def test_the_order_of_programs_does_not_matter(scan, window, length, monkeypatch
     assert torch.equal(forwards.out[0], backwards.out[0])
     for key, state in forwards.states.items():
         assert torch.equal(state, backwards.states[key])
+
+
+@pytest.mark.parametrize("silu", [True, False], ids=["silu", "linear"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("taps", range(2, 9))
+def test_every_width_continues_itself_and_equals_conv1d(taps, bias, silu, device):
+    """Rows shorter and longer than the window; the second run starts from what the first one left."""
+    gen = torch.Generator().manual_seed(taps)
+    x = torch.randn(21, CHANNELS, generator=gen).to(device)
+    weight = torch.randn(CHANNELS, taps, generator=gen).to(device)
+    shift = torch.randn(CHANNELS, generator=gen).to(device) if bias else None
+    want = F.conv1d(F.pad(x.T, (taps - 1, 0)), weight[:, None], shift, groups=CHANNELS).T
+    want = F.silu(want) if silu else want
+    params = {"weight": weight, "bias": shift, "silu": silu}
+    wide = PagedScan(causal_conv_chunk.launch, {"x": x}, params, (taps - 1) * CHANNELS)
+    cuts = (1, 5, 13)
+    first = wide.run([slice(0, n) for n in cuts], exports=[(2, 3)])
+    rest = wide.run([slice(n, 21) for n in cuts], states=[first.end(r) for r in range(3)])
+    for row, n in enumerate(cuts):
+        torch.testing.assert_close(first.out[row], want[:n], rtol=0.0, atol=4e-6)
+        torch.testing.assert_close(rest.out[row], want[n:], rtol=0.0, atol=4e-6)
+        assert torch.equal(rest.end(row).view(taps - 1, -1), x[22 - taps :])
+
+
+def test_c3_chunks_and_channels_beyond_65535_fit_the_grid(monkeypatch):
+    recorder, chunks, channels = GridRecorder(), 70_000, 70_000
+    monkeypatch.setattr(op_file, "_causal_conv_chunk_kernel", recorder)
+    x = torch.zeros(1, channels).expand(chunks, channels)
+    pages = torch.zeros(1, dtype=torch.int32).expand(chunks)
+    for taps in (4, 8):
+        causal_conv_chunk.launch(
+            torch.zeros(1, 64), x, x, torch.zeros(channels, taps), None, None, None, None, pages,
+            None, None, True,
+        )  # fmt: skip
+    assert all(
+        grid[0] == chunks for grid in recorder.grids
+    )  # only this axis may be longer than 65,535
+    assert max(max(grid[1:]) for grid in recorder.grids) <= 65_535
+
+
+@pytest.mark.gpu
+def test_c3_three_thousand_sequences_of_one_token_equal_a_decode_step(device):
+    rows, channels = 3000, 32 * 64
+    gen = torch.Generator().manual_seed(6)
+    x = torch.randn(rows, channels, generator=gen).to(device)
+    weight = torch.randn(channels, TAPS, generator=gen).to(device)
+    arena = torch.randn(1 + 2 * rows, 3 * channels, generator=gen).to(device)
+    read = torch.arange(1, rows + 1, dtype=torch.int32, device=device)
+    table = cut_chunks([1] * rows, (read + rows).tolist())
+    offset = torch.zeros(1, dtype=torch.int64, device=device)
+    one, many, stepped = torch.empty_like(x), torch.empty_like(x), arena.clone()
+    causal_conv_step.launch(stepped, one, x, weight, None, offset, read, read + rows, True)
+    causal_conv_chunk.launch(
+        arena, many, x, weight, None, offset, read,
+        *(t.to(device) for t in (table.chunk_start, table.chunk_row, table.chunk_page)),
+        table.row_chunk.to(device), True,
+    )  # fmt: skip
+    torch.testing.assert_close(many, one, rtol=0.0, atol=4e-6)
+    assert torch.equal(arena, stepped)
+
+
+@pytest.mark.gpu
+def test_f2_a_row_that_ends_in_the_page_it_read_never_races(device):
+    """Lengths around the window, many channels, one thousand runs: equal to a run that moves."""
+    lengths, channels = (1, 2, 3, 4, 70), 4352
+    gen = torch.Generator().manual_seed(9)
+    x = torch.randn(sum(lengths), channels, generator=gen).to(device)
+    weight = torch.randn(channels, TAPS, generator=gen).to(device)
+    arena = torch.randn(11, 3 * channels, generator=gen).to(device)
+    offset = torch.zeros(1, dtype=torch.int64, device=device)
+    read = torch.arange(1, 6, dtype=torch.int32, device=device)
+
+    def run(arena, write):
+        table, out = cut_chunks(lengths, write), torch.empty_like(x)
+        causal_conv_chunk.launch(
+            arena, out, x, weight, None, offset, read,
+            *(t.to(device) for t in (table.chunk_start, table.chunk_row, table.chunk_page)),
+            table.row_chunk.to(device), True,
+        )  # fmt: skip
+        return out
+
+    moved = arena.clone()
+    want = run(moved, [6, 7, 8, 9, 10])
+    for _ in range(1000):
+        same = arena.clone()
+        assert torch.equal(run(same, [1, 2, 3, 4, 5]), want)
+        assert torch.equal(same[1:6], moved[6:])
 
 
 def test_weights_with_distant_taps_are_refused():

@@ -4,14 +4,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from migration_rig import KERNEL, REFERENCE, Rig
 
 from midstream.errors import ContractError
-from midstream.ops.page_move import page_move, wide_offset
+from midstream.ops.page_move import page_move
+from midstream.ops.page_words import wide_offset
 from midstream.ops.registry import NULL_PAGE
 from midstream.ops.testing import build_args, check_kernel, check_registration, op_cases
 
 CPU = torch.device("cpu")
 ids = [case.id for case in page_move.cases]
+paths = pytest.mark.parametrize("path", [REFERENCE, KERNEL])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,11 +53,92 @@ def test_a1_only_target_pages_change(run, device):
     assert torch.equal(args["conv"].view(torch.int32)[others], before[1][others])
 
 
-def _shift_in_place(repeats: int, device: torch.device) -> None:
+@paths
+@pytest.mark.parametrize(
+    ("src_col", "off", "dst_col", "temporal", "window"),
+    [
+        (1, 2, 2, 4, [22, 23, 24, 25, 34, 35]),  # the last two rows are kept
+        (0, 0, 1, 1, [10, 11, 12, 13, 14, 15]),
+        (0, 3, 1, 4, [13, 14, 15, 23, 24, 25]),
+        (-1, 0, 0, 1, [10, 11, 12, 13, 14, 15]),  # fresh: nothing moves
+        (2, 1, 2, 3, [30, 31, 32, 33, 34, 35]),  # the column did not change: nothing moves
+    ],
+)
+def test_d3_windows_shift_and_temporal_states_come_whole(
+    path, src_col, off, dst_col, temporal, window, device
+):
+    """Page p holds p as its state and rows 10 p, 10 p + 1, ... as its window of six rows."""
+    rig = Rig(path, device, block=4, drafts=3)
+    pages = torch.arange(rig.temporal.shape[0], dtype=torch.float32, device=device)
+    rig.temporal[:] = pages[:, None]
+    rows = 10 * pages[:, None] + torch.arange(6, device=device)
+    rig.conv[:] = rows.repeat_interleave(rig.conv.shape[1] // 6, 1)
+    rig.state_col[0], rig.accepted[0] = src_col, off + 1
+    rig.computed[0] = 4 * dst_col
+    before = rig.temporal.clone(), rig.conv.clone()
+    rig.advance({0: 1})
+    rig.page_move()
+    target = 1 + dst_col
+    assert rig.temporal[target].unique().tolist() == [temporal]
+    assert rig.window(target) == window
+    for arena, old in zip((rig.temporal, rig.conv), before, strict=True):
+        others = [page for page in range(len(old)) if page != target]
+        assert torch.equal(arena[others], old[others])
+
+
+def _moves(pairs, device, **more):
+    """Arguments that move page a to page b for each pair (a, b), temporal and conv alike."""
+    args = build_args(page_move.cases[0], torch.float32, device)
+    source, target = torch.tensor(pairs, dtype=torch.int32, device=device).T.contiguous()
+    listed = {"move_from": torch.stack([source, source]), "move_to": target}
+    listed |= {"move_shift": torch.zeros_like(target)}
+    listed |= {"num_moves": torch.tensor([len(pairs)], dtype=torch.int32, device=device)}
+    return args | listed | more
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [[(1, 2), (2, 3)], [(2, 3), (1, 2)], [(1, 2), (2, 1)], [(1, 2), (3, 2)], [(5, 5), (5, 6)]],
+    ids=["chain", "chain-backwards", "cycle", "same-destination", "in-place-and-read"],
+)
+def test_f2_moves_whose_order_would_matter_are_refused(pairs):
+    with pytest.raises(ContractError, match=r"page \d is in move .* moves have no order"):
+        page_move(**_moves(pairs, CPU))
+
+
+def test_f2_a_source_may_be_read_by_many_moves_and_a_page_may_move_to_itself(device):
+    args = _moves([(1, 2), (1, 3), (4, 4), (1, 5)], device)
+    page_move(**args)
+    bits = args["temporal"].view(torch.int32)
+    assert all(torch.equal(bits[page], bits[1]) for page in (2, 3, 5))
+
+
+def test_a4_entries_behind_the_count_are_stale(device):
+    """A page of a parked request stands behind the list, and page numbers of no page at all."""
+    args = _moves([(1, 2), (3, 4), (2**30, -5)], device)
+    args["num_moves"].fill_(1)
+    before = args["temporal"].view(torch.int32).clone()
+    page_move.launch(**args)
+    changed = (args["temporal"].view(torch.int32) != before).any(1).nonzero().flatten()
+    assert changed.tolist() == [2]
+
+
+@pytest.mark.gpu
+def test_many_turns_of_every_program_move_every_piece(device):
+    gen = torch.Generator(device).manual_seed(2)
+    temporal = torch.randint(0, 2**31, (17, 2**21), generator=gen, device=device, dtype=torch.int32)
+    args = _moves([(1 + m, 9 + m) for m in range(8)], device) | {"temporal": temporal}
+    for _ in range(50):
+        temporal[9:] = -1
+        page_move.launch(**args)
+        assert torch.equal(temporal[9:], temporal[1:9])
+
+
+def _shift_in_place(repeats: int, width: int, device: torch.device) -> None:
     """Window of 4 rows, 2 accepted, one page as source and target, against a copy through scratch."""
-    rows, width = 4, 1100
+    rows = 4
     gen = torch.Generator().manual_seed(1)
-    start = torch.randn(2, rows * width + 16, generator=gen).to(device)
+    start = torch.randn(2, rows * width // 32 * 32 + 64, generator=gen).to(device)
     ints = {"dtype": torch.int32, "device": device}
     temporal = torch.zeros(2, 32, device=device)
     page = torch.tensor([1], **ints)
@@ -72,13 +156,15 @@ def _shift_in_place(repeats: int, device: torch.device) -> None:
         assert torch.equal(conv[:, rows * width :], start[:, rows * width :])
 
 
-def test_f2_a_shift_within_one_page_equals_a_copy_through_scratch(device):
-    _shift_in_place(10, device)
+@pytest.mark.parametrize("width", [1100, 1101], ids=["words", "channels"])
+def test_f2_a_shift_within_one_page_equals_a_copy_through_scratch(width, device):
+    _shift_in_place(3, width, device)
 
 
 @pytest.mark.gpu
-def test_f2_a_shift_within_one_page_never_races(device):
-    _shift_in_place(1000, device)
+@pytest.mark.parametrize("width", [1100, 1101], ids=["words", "channels"])
+def test_f2_a_shift_within_one_page_never_races(width, device):
+    _shift_in_place(1000, width, device)
 
 
 @triton.jit
