@@ -1,11 +1,13 @@
 """
-Run the gated delta rule over chunks token by token, in fp32: `gated_delta_chunk` for fp32 models.
+Run the gated delta rule over chunks token by token, in fp32: the chunk ops' path for fp32 models.
+
+The decay is one number per head (`gated_delta_chunk`) or one per key channel (`kda_chunk`).
 
 Exact fp32 products cannot use tensor cores, and those of a whole chunk do not fit into registers.  The
 recurrence itself needs neither, rounds least, and gives the same bits however a row is cut.
 
 Letters: R rows, T tokens, Q chunks, N pages, H value heads, G key heads, K key width, V value width.
-Traffic: that of `gated_delta_chunk` without anything in between.
+Traffic: that of the chunk ops without anything in between.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ def _tokens_kernel(
     q_ptr,  # [T, G, K]
     k_ptr,  # [T, G, K]
     v_ptr,  # [T, H, V]
-    g_ptr,  # f32[T, H]
+    g_ptr,  # f32[T, H] or f32[T, H, K]
     beta_ptr,  # [T, H]
     offset_ptr,  # i64[1]
     read_page_ptr,  # i32[R]
@@ -44,12 +46,14 @@ def _tokens_kernel(
     v_token,
     v_head,
     g_token,
+    g_head,
     beta_token,
     HEADS_PER_KEY: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     SCALE: tl.constexpr,
     EPS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
     ALIGN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -71,6 +75,7 @@ def _tokens_kernel(
     read_at = tl.multiple_of(source.to(tl.int64) * page_stride + offset, ALIGN)
     state = tl.load(arena_ptr + read_at + place, mask=inside & (source > 0), other=0.0)
     state = state.to(tl.float32)
+    tl.debug_barrier()  # in place: a small tile is loaded by every warp and stored by one
 
     for chunk in range(first, behind):
         end = tl.load(chunk_start_ptr + chunk + 1)
@@ -82,7 +87,11 @@ def _tokens_kernel(
             q = tl.load(q_at, mask=key < K, other=0.0).to(tl.float32)
             k = tl.load(k_at, mask=key < K, other=0.0).to(tl.float32)
             v = tl.load(v_at, mask=value < V, other=0.0).to(tl.float32)
-            g = tl.load(g_ptr + token * g_token + head).to(tl.float32)
+            g_at = g_ptr + token * g_token + head * g_head
+            if PER_CHANNEL:
+                g = tl.load(g_at + key, mask=key < K, other=0.0).to(tl.float32)[:, None]
+            else:
+                g = tl.load(g_at).to(tl.float32)
             beta = tl.load(beta_ptr + token * beta_token + head).to(tl.float32)
             state, result = delta_rule_token(state, q, k, v, g, beta, SCALE, EPS)
             out_at = out_ptr + token * out_token + head * out_head + value
@@ -109,7 +118,7 @@ def launch_tokens(
     chunk_page: Tensor,
     row_chunk: Tensor,
 ) -> None:
-    """Run all rows; arguments as `gated_delta_chunk`."""
+    """Run all rows; arguments as `gated_delta_chunk`, or as `kda_chunk` with its g [T, H, K]."""
     check_heads("gated_delta_chunk", q, k, v)
     rows = row_chunk.shape[0] - 1
     _, heads, width = v.shape
@@ -119,8 +128,9 @@ def launch_tokens(
     _tokens_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, q, k, v, g, beta, offset, read_page, chunk_start, chunk_page, row_chunk,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
-        k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), beta.stride(0),
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), g.stride(1),
+        beta.stride(0),
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, SCALE=k.shape[2] ** -0.5,
-        EPS=NORM_EPS, ALIGN=aligned_elements(arena),
+        EPS=NORM_EPS, PER_CHANNEL=g.ndim == 3, ALIGN=aligned_elements(arena),
         BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile, num_warps=4,
     )  # fmt: skip
