@@ -69,7 +69,7 @@ def _kv_write_kernel(
     region = page * page_stride + tl.multiple_of(tl.load(offset_ptr), ALIGN)
     target = arena_ptr + region[:, None] + place[:, None] * size + element
     source = token.to(tl.int64)[:, None]
-    head = element // D
+    head = (element // D).to(tl.int64)  # a view of heads first has a head stride of tokens * D
     lane = element % D
     key = tl.load(
         key_ptr + source * key_token_stride + head * key_head_stride + lane, mask=live, other=0.0

@@ -1,9 +1,10 @@
 """
 Causal attention of the chunks of a step over the keys and values in their rows' KV pages.
 
-softmax(scale * q k^T) v over positions 0..position[t] for every token t of a chunk; the step's own
-keys and values are in the pages already.  Query head h uses KV head h // (H // G).  Tokens outside
-all chunks keep their output.
+softmax(cap(scale * q k^T)) v over positions 0..position[t] for every token t of a chunk; the step's
+own keys and values are in the pages already.  With `window` > 0 a token sees its last `window`
+positions only, its own included; with `softcap` > 0, cap(s) is softcap * tanh(s / softcap).  Query
+head h uses KV head h // (H // G).  Tokens outside all chunks keep their output.
 
 Letters: Q chunks of at most `CHUNK` tokens of one row, T tokens, R rows, S slots, Z columns of the
 block table, N pages, E elements of a page, H query heads, G KV heads, D width of a head.
@@ -20,16 +21,19 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.ops.chunk_table import CHUNK, cut_chunks
+from midstream.ops.device_limits import shared_limit
 from midstream.ops.paged_kv import (
+    TOLERANCE,
     attend,
     check_contiguous_heads,
     check_kv_pages,
+    check_score_options,
     check_shared_heads,
     kv_region,
     random_pool,
 )
-from midstream.ops.paged_tile import LOG2_E, attend_tile, tile_positions
-from midstream.ops.registry import LAUNCH_ALIGN, PADDING, Args, OpCase, Tolerance, define_op
+from midstream.ops.paged_tile import attend_tile, score_factors, tile_positions
+from midstream.ops.registry import LAUNCH_ALIGN, PADDING, Args, OpCase, define_op
 
 _QUERY_ROWS = 128  # (token, head) pairs of a program
 
@@ -47,6 +51,8 @@ def paged_attention_chunk_ref(
     kv_heads: int,
     kv_block: int,
     scale: float,
+    window: int,  # 0: none
+    softcap: float,  # 0: none
 ) -> None:
     """Say what the kernel means, one chunk at a time."""
     region = kv_region(arena, offset, kv_block, kv_heads, q.shape[2])
@@ -56,7 +62,8 @@ def paged_attention_chunk_ref(
         if row < 0 or first == end:
             continue
         here = slice(first, end)
-        out[here] = attend(q[here], region, kv_table[slots[row]], position[here], scale)
+        pages = kv_table[slots[row]]
+        out[here] = attend(q[here], region, pages, position[here], scale, window, softcap)
 
 
 @triton.jit
@@ -77,10 +84,14 @@ def _attend_kernel(
     q_head_stride,
     table_stride,
     place_stride,  # elements from position to position, G * D
-    scale,  # of scores, for base 2
+    scale,  # of `score_factors`
+    cap,
+    window,
     num_chunks,
     SHARE: tl.constexpr,  # query heads of one KV head
     KV_BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     ALIGN: tl.constexpr,  # elements; regions start on multiples of it
     PARTS: tl.constexpr,  # programs of a chunk and a KV head
     M: tl.constexpr,  # query rows (token, head) of a program
@@ -102,14 +113,18 @@ def _attend_kernel(
     place = part * M + tl.arange(0, M)
     query_row = tl.minimum(place, num_rows - 1)  # rows past the end repeat the last one, unstored
     token = (start + query_row // SHARE).to(tl.int64)
-    head = kv_head * SHARE + query_row % SHARE
+    head = (kv_head * SHARE + query_row % SHARE).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     q_row_ptr = q_ptr + token * q_token_stride + head * q_head_stride
     query = tl.load(q_row_ptr[:, None] + lane[None, :], mask=(lane < D)[None, :], other=0.0)
     query = query.to(arena_ptr.dtype.element_ty)
     seen = tl.load(position_ptr + token) + 1
     end = tl.max(seen, 0)
+    begin = 0
     unmasked_end = tl.min(seen, 0) // TILE * TILE
+    if WINDOW:  # which positions a token sees differs at both ends
+        begin = tl.maximum(tl.min(seen, 0) - window, 0)
+        unmasked_end = begin
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     table_ptr = kv_table_ptr + slot * table_stride
     region = tl.multiple_of(tl.load(offset_ptr), ALIGN)
@@ -117,15 +132,15 @@ def _attend_kernel(
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, WIDTH], tl.float32)
-    for first in range(0, unmasked_end, TILE):
+    for first in range(begin, unmasked_end, TILE):
         top, total, mixed = attend_tile(
-            query, top, total, mixed, seen, first, end, head_ptr, table_ptr,
-            page_stride, place_stride, scale, False, KV_BLOCK, TILE, D, WIDTH,
+            query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
+            place_stride, scale, cap, window, False, False, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
         )  # fmt: skip
     for first in range(unmasked_end, end, TILE):
         top, total, mixed = attend_tile(
-            query, top, total, mixed, seen, first, end, head_ptr, table_ptr,
-            page_stride, place_stride, scale, True, KV_BLOCK, TILE, D, WIDTH,
+            query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
+            place_stride, scale, cap, window, True, WINDOW, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
         )  # fmt: skip
     mixed = mixed / total[:, None]
     out_row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
@@ -158,10 +173,13 @@ def _launch(
     kv_heads: int,
     kv_block: int,
     scale: float,
+    window: int,
+    softcap: float,
 ) -> None:
     check_kv_pages("paged_attention_chunk", arena)
     check_contiguous_heads("paged_attention_chunk", q=q, out=out)
     check_shared_heads("paged_attention_chunk", q.shape[1], kv_heads)
+    check_score_options("paged_attention_chunk", window, softcap)
     _, heads, width = q.shape
     num_chunks = chunk_row.shape[0]
     if num_chunks == 0:
@@ -169,15 +187,20 @@ def _launch(
     share = heads // kv_heads
     padded = triton.next_power_of_2(width)
     query_rows, tile = _tile_shape(padded, share, arena.element_size())
+    line_bytes = padded * arena.element_size()
+    while (query_rows + 4 * tile) * line_bytes > shared_limit(q.device):  # keys, values: twice
+        query_rows //= 2
     parts = triton.cdiv(CHUNK * share, query_rows)
+    factor, cap = score_factors(scale, softcap)
     _attend_kernel[(num_chunks * parts, kv_heads)](
         out, arena, q, offset, kv_table, row_slot, position, chunk_start, chunk_row,
         out_token_stride=out.stride(0), out_head_stride=out.stride(1),
         page_stride=arena.stride(0),
         q_token_stride=q.stride(0), q_head_stride=q.stride(1),
         table_stride=kv_table.stride(0), place_stride=kv_heads * width,
-        scale=scale * LOG2_E, num_chunks=num_chunks,
-        SHARE=share, KV_BLOCK=kv_block, ALIGN=LAUNCH_ALIGN // arena.element_size(),
+        scale=factor, cap=cap, window=window, num_chunks=num_chunks,
+        SHARE=share, KV_BLOCK=kv_block, WINDOW=window > 0, SOFTCAP=softcap > 0,
+        ALIGN=LAUNCH_ALIGN // arena.element_size(),
         PARTS=parts, M=query_rows, TILE=tile,
         D=width, WIDTH=padded,
         num_warps=8 if query_rows * padded > 128 * 64 else 4, num_stages=3,
@@ -192,13 +215,19 @@ def _case(
     width: int = 16,
     kv_block: int = 4,
     padding: int = 2,
+    window: int = 0,
+    softcap: float = 0.0,
     name: str = "",
 ) -> OpCase:
-    """Row i has `past[i]` positions before the step and `new[i]` tokens in it; then padding."""
+    """Row i has `past[i]` positions before the step and `new[i]` tokens in it; then padding.
+
+    Positions before the window of a row's first token hold NaN, as do all that no row owns.
+    """
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
         lengths = tuple(p + n for p, n in zip(past, new, strict=True))
-        pool = random_pool(generator, dtype, lengths, kv_block, kv_heads, width)
+        hidden = tuple(max(0, p + 1 - window) if window else 0 for p in past)
+        pool = random_pool(generator, dtype, lengths, kv_block, kv_heads, width, hidden)
         tokens = sum(new) + padding
         q = torch.randn(heads, tokens, width, generator=generator).to(dtype).transpose(0, 1)
         order = torch.randperm(len(new), generator=generator).tolist()
@@ -220,47 +249,62 @@ def _case(
             "kv_heads": kv_heads,
             "kv_block": kv_block,
             "scale": width**-0.5,
+            "window": window,
+            "softcap": softcap,
         }
 
     shape = f"T{sum(new) + padding}-H{heads}-G{kv_heads}-D{width}-block{kv_block}"
-    return OpCase(f"{shape}-{name or 'past' + str(max(past, default=0))}", build)
+    options = f"-window{window}" * bool(window) + f"-cap{softcap:g}" * bool(softcap)
+    return OpCase(f"{shape}{options}-{name or 'past' + str(max(past, default=0))}", build)
 
 
 def _traffic(args: Args) -> tuple[int, int]:
     """q and out once, and what every chunk sees of keys and values."""
     _, heads, width = args["q"].shape
-    position = args["position"].long() + 1
+    end = args["position"].long() + 1
+    seen = end.clamp(max=args["window"]) if args["window"] else end
     starts = args["chunk_start"].tolist()
     spans = [(a, b) for a, b in pairwise(starts) if b > a]
-    seen_by_chunks = sum(int(position[a:b].max()) for a, b in spans)
-    seen_by_tokens = sum(int(position[a:b].sum()) for a, b in spans)
+    seen_by_chunks = sum(int(end[b - 1] - end[a] + seen[a]) for a, b in spans)
+    seen_by_tokens = sum(int(seen[a:b].sum()) for a, b in spans)
     moved = 2 * seen_by_chunks * args["kv_heads"] * width + 2 * starts[-1] * heads * width
     return moved * args["q"].element_size(), 4 * seen_by_tokens * heads * width
 
 
+_AROUND_BLOCKS = (*range(1, 10), 63, 64, 65, 127, 128, 129)
+
 paged_attention_chunk = define_op(
     "paged_attention_chunk(Tensor(a!) out, Tensor arena, Tensor q, Tensor offset, Tensor kv_table, "
     "Tensor row_slot, Tensor position, Tensor chunk_start, Tensor chunk_row, SymInt kv_heads, "
-    "SymInt kv_block, float scale) -> ()",
+    "SymInt kv_block, float scale, SymInt window, float softcap) -> ()",
     cuda=_launch,
     cpu=paged_attention_chunk_ref,
     cases=(
         _case(),
         _case(new=(130,), past=(0,)),  # three chunks of one row, the last one partial
         _case(new=(64, 65, 1, 15), past=(1, 70, 129, 0), kv_block=16, name="mixed"),
+        _case(new=_AROUND_BLOCKS, past=(0,) * 15, heads=2, kv_block=16, name="j2-lengths"),
+        _case(new=(1, 1, 1, 1), past=(0, 3, 4, 64), name="one-token-chunks"),
         _case(new=(), past=(), name="all-padding"),
         _case(padding=0),
         _case(kv_heads=4),  # no sharing
         _case(heads=3, kv_heads=1),  # one KV head for all, and not a power of two
         _case(heads=8, kv_heads=2, width=64, kv_block=16, new=(40, 3), past=(0, 30)),
         _case(width=24, kv_block=8),  # not a power of two
+        _case(width=80, kv_block=16),
+        _case(width=96, kv_block=16),
         _case(width=128, kv_block=16),
+        _case(heads=2, kv_heads=1, width=192, kv_block=16),
         _case(heads=2, kv_heads=1, width=256, kv_block=16),
+        _case(window=3, name="window-below-block"),
+        _case(window=10, new=(70, 1, 9), past=(0, 30, 31), name="window-across-blocks"),
+        _case(window=64, new=(65, 2), past=(64, 126), kv_block=16),
+        _case(window=10, new=(64,), past=(30,), heads=2, kv_heads=1, width=256, name="dark-tile"),
+        _case(window=500),  # wider than all rows
+        _case(softcap=0.5),  # bends every score
+        _case(softcap=30.0, new=(70, 3), past=(0, 60)),  # bends few
+        _case(softcap=2.0, window=7, width=80, kv_block=16),
     ),
-    tolerance=Tolerance(
-        {torch.float32: 4e-6, torch.bfloat16: 2e-2},
-        "an average of values: a few eps of the largest entry; bf16 rounds the weights before they "
-        "meet the values, and the result",
-    ),
+    tolerance=TOLERANCE,
     traffic=_traffic,
 )

@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from midstream.errors import ContractError
-from midstream.ops.registry import LAUNCH_ALIGN
+from midstream.ops.registry import LAUNCH_ALIGN, NULL_PAGE, Tolerance
+
+_SPARE_COLUMNS = 3  # of block tables in cases, behind the last page of the longest row
+
+TOLERANCE = Tolerance(
+    {torch.float32: 4e-6, torch.float16: 2.5e-3, torch.bfloat16: 2e-2},
+    "an average of values: a few eps of the largest entry; bf16 and fp16 round the weights before "
+    "they meet the values, and the result",
+)
 
 
 def kv_region(arena: Tensor, offset: Tensor, kv_block: int, kv_heads: int, width: int) -> Tensor:
@@ -26,23 +34,37 @@ def kv_region(arena: Tensor, offset: Tensor, kv_block: int, kv_heads: int, width
     return arena[:, start : start + size].unflatten(1, (2, kv_block, kv_heads, width))
 
 
-def attend(query: Tensor, region: Tensor, pages: Tensor, position: Tensor, scale: float) -> Tensor:
+def attend(
+    query: Tensor,
+    region: Tensor,
+    pages: Tensor,
+    position: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
     """Attention of T tokens of one sequence over its pages: [T, H, D], in at least float32.
 
     query [T, H, D]; region of `kv_region`; pages i[columns] of the sequence; position i[T].
-    Query head h uses KV head h // (H // G).  Token t sees positions 0..position[t].
+    Query head h uses KV head h // (H // G).  Token t sees positions 0..position[t], of these the last
+    `window` where that is not 0.  Scores become softcap * tanh(score / softcap) where that is not 0.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
     tokens, heads, width = query.shape
     _, _, kv_block, kv_heads, _ = region.shape
-    num_seen = int(position.max()) + 1
-    columns = -(-num_seen // kv_block)
-    both = region[pages[:columns].long()].transpose(0, 1).flatten(1, 2)[:, :num_seen].to(wide)
-    key_NGD, value_NGD = both
+    end = int(position.max()) + 1
+    begin = max(0, int(position.min()) + 1 - window) if window else 0
+    place = torch.arange(begin, end, device=position.device)
+    page = pages[place // kv_block].long()
+    key_NGD, value_NGD = region[page, :, place % kv_block].to(wide).unbind(1)
     query_TGHD = query.to(wide).view(tokens, kv_heads, heads // kv_heads, width)
     score = torch.einsum("tghd,ngd->tghn", query_TGHD, key_NGD) * scale
-    seen = torch.arange(num_seen, device=position.device) <= position[:, None]
-    weight = score.masked_fill(~seen[:, None, None], -torch.inf).softmax(-1)
+    if softcap:
+        score = softcap * torch.tanh(score / softcap)
+    visible = place <= position[:, None]
+    if window:
+        visible &= place > position[:, None] - window
+    weight = score.masked_fill(~visible[:, None, None], -torch.inf).softmax(-1)
     return torch.einsum("tghn,ngd->tghd", weight, value_NGD).reshape(tokens, heads, width)
 
 
@@ -80,6 +102,15 @@ def check_shared_heads(op: str, heads: int, kv_heads: int) -> None:
         )
 
 
+def check_score_options(op: str, window: int, softcap: float) -> None:
+    """Raise ContractError for a window or a soft cap below zero."""
+    if window < 0 or softcap < 0:
+        raise ContractError(
+            f"{op}: window is {window} and softcap {softcap}, expected both >= 0; pass 0 where the "
+            "model has none"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class KvPool:
     """Random keys and values of some sequences in scattered pages; all other memory holds NaN."""
@@ -96,9 +127,12 @@ def random_pool(
     kv_block: int,
     kv_heads: int,
     width: int,
-    spare_columns: int = 3,
+    hidden: tuple[int, ...],
 ) -> KvPool:
-    """A pool that holds `lengths[i]` positions for slot i, for the cases of attention ops."""
+    """A pool that holds `lengths[i]` positions for slot i, for the cases of attention ops.
+
+    The first `hidden[i]` of them hold NaN; pages that hold nothing else are the null page.
+    """
     columns = [-(-length // kv_block) for length in lengths]
     num_pages = sum(columns) + 2  # the null page and one that nobody owns
     start = LAUNCH_ALIGN // dtype.itemsize
@@ -108,13 +142,14 @@ def random_pool(
     offset = torch.tensor([start])
     region = kv_region(arena, offset, kv_block, kv_heads, width)
     pages = torch.randperm(num_pages - 1, generator=generator) + 1
-    table = pages[-1].repeat(len(lengths), max(columns, default=0) + spare_columns)
+    table = pages[-1].repeat(len(lengths), max(columns, default=0) + _SPARE_COLUMNS)
     taken = 0
     for slot, (length, count) in enumerate(zip(lengths, columns, strict=True)):
         table[slot, :count] = pages[taken : taken + count]
         taken += count
         data = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
-        for position in range(length):
+        for position in range(hidden[slot], length):
             page = table[slot, position // kv_block]
             region[page, :, position % kv_block] = data[:, position]
+        table[slot, : hidden[slot] // kv_block] = NULL_PAGE
     return KvPool(arena, offset, table.int())

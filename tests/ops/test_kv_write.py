@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from midstream.errors import ContractError
+from midstream.ops import kv_write as module
 from midstream.ops.kv_write import kv_write
 from midstream.ops.paged_kv import kv_region
 from midstream.ops.testing import build_args, check_kernel, check_registration, op_cases
@@ -49,7 +50,42 @@ def test_takes_the_views_that_attention_makes(write, device):
 
 
 @pytest.mark.gpu
-def test_page_beyond_2_31_elements_is_written_and_its_alias_is_not(device):
+@pytest.mark.parametrize("pitch", [(2**30, 16), (64, 2**30)], ids=["tokens", "heads"])
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_c2_tokens_and_heads_beyond_2_31_elements_are_read(name, pitch, device):
+    """After a wrap, element 3 * 2**30 would lie 2**30 before the first: the view starts there."""
+    key, value = torch.randn(2, 4, 4, 16, device=device).half()
+    slot = torch.tensor([7, 4, 5, 6], dtype=torch.int32, device=device)
+    args = {"key": key, "value": value, "offset": torch.tensor([64], device=device)}
+    args |= {"kv_slot": slot, "kv_block": 4}
+    want = torch.zeros(2, 1024, dtype=torch.float16, device=device)
+    got = want.clone()
+    kv_write.launch(want, **args)
+    wide = torch.zeros(2**32 + 2**10, dtype=torch.float16, device=device)
+    args[name] = wide.as_strided(key.shape, (*pitch, 1), 2**30).copy_(args[name])
+    kv_write.launch(got, **args)
+    assert torch.equal(got, want) and want.count_nonzero() > 400
+
+
+def test_c3_any_number_of_tokens_lies_on_the_first_grid_axis(monkeypatch):
+    grids = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            grids.append(grid)
+            return lambda *args, **kwargs: None
+
+    monkeypatch.setattr(module, "_kv_write_kernel", Recorder())
+    args = build_args(kv_write.cases[0], torch.float32, CPU)
+    for tokens in (100, 200_000):
+        args["kv_slot"] = torch.full((tokens,), -1, dtype=torch.int32)
+        args["key"] = args["value"] = torch.zeros(1, 2, 16).expand(tokens, 2, 16)
+        kv_write.launch(**args)
+    assert all(len(grid) == 1 and grid[0] < 2**31 for grid in grids) and len(grids) == 2
+
+
+@pytest.mark.gpu
+def test_c1_page_beyond_2_31_elements_is_written_and_its_alias_is_not(device):
     """After a wrap at 2**31 elements, page 2049 of 2**20 elements each would be page 1."""
     arena = torch.zeros(2050, 2**20, dtype=torch.bfloat16, device=device)
     key, value = torch.ones(2, 1, 2, 16, dtype=torch.bfloat16, device=device)
