@@ -24,7 +24,7 @@ import numpy as np
 import numpy_rows
 import pytest
 import torch
-from numpy_rows import I32
+from numpy_rows import I32, I64
 from percentiles import percentiles_us, seconds_of
 from torch import Tensor
 
@@ -35,7 +35,11 @@ from midstream.graphs.table import GraphKey
 from midstream.ops import host_rows
 from midstream.runtime import assembly
 from midstream.runtime.device_step import DeviceStep
+from midstream.runtime.hashing import BlockHasher, as_keys
+from midstream.runtime.pages import PagePool
+from midstream.runtime.prefix import PrefixIndex
 from midstream.runtime.runner import StepRunner
+from midstream.runtime.stage import Cut, StageLimits
 
 GPU = torch.cuda.is_available()
 NODES = 200  # of a graph: 8 for each of 24 layers, and the index work
@@ -44,6 +48,7 @@ STEPS = 4 * BLOCK  # measured
 VOCAB, TOKEN = 512, 7  # ids of the prompts; the id that every row samples
 ROWS = 1024  # of the index kernels
 KERNELS = [name for name in vars(numpy_rows) if name.startswith(("fill_", "pad_"))]
+PROMPT = 131072  # tokens of the prompt that is looked up
 
 
 class NoModel(torch.nn.Embedding):
@@ -231,39 +236,65 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
     """Arguments of each kernel, drawn anew but always alike; pads fill the last quarter of the rows."""
     draw = np.random.default_rng(1)
 
-    def out(length: int) -> I32:
-        return np.full(length, -77, np.int32)
-
     def pages(columns: int) -> I32:
         return draw.integers(1, 9999, (ROWS, columns), np.int32)
 
     slot = draw.permutation(ROWS).astype(np.int32)
     computed = draw.integers(1, 1900, ROWS, np.int32)
-    new = np.where(np.arange(ROWS) < 16, np.int32(64), np.int32(1))
-    starts = np.concatenate([[0], new.cumsum()]).astype(np.int32)
-    tokens, live, no_exports = int(starts[-1]), ROWS * 3 // 4, np.zeros(ROWS + 1, np.int32)
-    kv_table, column = pages(2048 // KV_BLOCK), computed // KV_BLOCK
+    chunks = 16  # rows with a chunk; the others decode
+    new = np.where(np.arange(ROWS) < chunks, np.int32(64), np.int32(1))
+    tokens, live, no_exports = int(new.sum()), ROWS * 3 // 4, np.zeros(ROWS + 1, np.int32)
+    kv_table, known, one = pages(2048 // KV_BLOCK), pages(2048), np.ones(ROWS, np.int32)
     state_col, resume_page = np.zeros((2, ROWS), np.int32)
     state_col[slot] = (computed - 1) // BLOCK
     state = state_col, resume_page, pages(2048 // BLOCK)
-    read_and_write = out(ROWS), out(ROWS)
+    cut = Cut(StageLimits(ROWS, tokens, ROWS, ROWS))
+
+    def area() -> tuple[I32, I64]:
+        words = np.full(cut.size, -77, np.int32)
+        first = cut.start["row_start"]
+        words[first : first + ROWS + 1] = np.concatenate([[0], new.cumsum()])
+        return words, cut.starts
+
     return {
-        "fill_row_starts": (new, out(ROWS + 1)),
-        "fill_positions": (computed, new, starts, out(tokens)),
-        "fill_kv_slots": (slot, computed, new, starts, kv_table, KV_BLOCK, out(tokens)),
-        "fill_pages": (slot, computed, new, *state, BLOCK, False, *read_and_write),
-        "fill_chunks": (
-            starts, computed, new, kv_table[:, 0].copy(), no_exports, out(0), out(0), 64,
-            out(ROWS + 1), out(ROWS), out(ROWS), out(ROWS + 1),
-        ),
-        "pad_rows": (
-            live, int(starts[live]), out(ROWS), starts.copy(), *read_and_write, out(tokens),
-            out(tokens), out(tokens),
-        ),
-        "pad_chunks": (live, live, out(ROWS + 1), out(ROWS), out(ROWS), out(ROWS + 1)),
-        "fill_deltas": (kv_table, slot, column, column + 1, 99, out(ROWS), out(ROWS), 0),
         "fill_decode_rows": (
-            slot, computed, *state, kv_table, BLOCK, KV_BLOCK, False, out(ROWS), out(ROWS + 1),
-            out(ROWS), out(ROWS), out(ROWS), *read_and_write,
+            slot,
+            computed,
+            *state,
+            kv_table,
+            *area(),
+            ROWS,
+            BLOCK,
+            KV_BLOCK,
+            False,
         ),
-    }  # fmt: skip
+        "fill_token_rows": (slot, computed, new, one, known, chunks, kv_table, *area(), KV_BLOCK),
+        "fill_pages": (slot, computed, new, *state, *area(), BLOCK, False),
+        "fill_chunks": (computed, new, no_exports, one[:0], one[:0], *area(), 64),
+        "pad_step": (*area(), live, tokens - ROWS + live, live, ROWS, tokens, ROWS),
+    }
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["cold", "memoised"])
+def test_prefix_lookup(benchmark: Any, known: bool) -> None:
+    """Hashes of a prompt of PROMPT tokens and the lookup of its pages; memoised: the lookup alone."""
+    tokens = np.random.default_rng(2).integers(0, 32000, PROMPT, np.int32)
+    hasher, blocks = BlockHasher(block=KV_BLOCK, key=bytes(16)), PROMPT // KV_BLOCK
+    plain = BlockHasher(block=KV_BLOCK, key=bytes(16), compiled=False)
+    assert np.array_equal(hasher.extend(None, tokens[:320]), plain.extend(None, tokens[:320]))
+    keys, kv, state = as_keys(hasher.extend(None, tokens)), PagePool(blocks + 2), PagePool(9)
+    index = PrefixIndex(kv, state, KV_BLOCK)
+    for block, page in enumerate(kv.take(blocks)):
+        index.publish_kv(keys, block, page)
+    index.publish_state(keys, state.take(1)[0], (blocks - 1) * KV_BLOCK)
+
+    def look_up() -> int:
+        these = keys if known else as_keys(hasher.extend(None, tokens))
+        return index.lookup(these, PROMPT - 1).num_tokens
+
+    benchmark._timer = time.perf_counter
+    result = benchmark.pedantic(look_up, rounds=100, warmup_rounds=3)
+    assert result == (blocks - 1) * KV_BLOCK
+    measure.describe(benchmark, None, tokens=PROMPT, **percentiles_us(seconds_of(benchmark)))
+    seconds = timeit.repeat(partial(plain.extend, None, tokens[: PROMPT // 64]), repeat=3, number=1)
+    benchmark.extra_info["python_hashes_us"] = round(64e6 * min(seconds), 1)

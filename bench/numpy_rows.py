@@ -10,105 +10,100 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from midstream.ops import host_rows
+
 I32 = npt.NDArray[np.int32]
+I64 = npt.NDArray[np.int64]
 
 
-def fill_row_starts(num_new: I32, row_start: I32) -> int:
+class _Fields:
+    """The fields of an area by name."""
+
+    def __init__(self, area: I32, start: I64) -> None:
+        self.area, self.start = area, start
+
+    def __getattr__(self, name: str) -> I32:
+        field = _PLACE[name]
+        view: I32 = self.area[self.start[field] : self.start[field + 1]]
+        return view
+
+
+_PLACE = {name: place for place, name in enumerate(host_rows.FIELDS)}
+
+
+def fill_token_rows(
+    slot: I32, num_computed: I32, num_new: I32, samples: I32, tokens: I32, num_known: int, kv_table: I32,
+    area: I32, start: I64, kv_block: int,
+) -> int:  # fmt: skip
+    to, rows = _Fields(area, start), len(slot)
+    row_start = to.row_start[: rows + 1]
     row_start[0] = 0
     np.cumsum(num_new, out=row_start[1:])
-    return int(row_start[-1])
-
-
-def fill_positions(num_computed: I32, num_new: I32, row_start: I32, position: I32) -> int:
-    tokens = int(row_start[-1])
-    position[:tokens] = np.arange(tokens) + np.repeat(num_computed - row_start[:-1], num_new)
-    return tokens
-
-
-def fill_kv_slots(
-    slot: I32, num_computed: I32, num_new: I32, row_start: I32, kv_table: I32, kv_block: int, kv_slot: I32
-) -> int:  # fmt: skip
-    tokens = int(row_start[-1])
-    position = np.arange(tokens) + np.repeat(num_computed - row_start[:-1], num_new)
-    page = kv_table[np.repeat(slot, num_new), position // kv_block]
-    kv_slot[:tokens] = page * kv_block + position % kv_block
-    return tokens
+    total, known = int(row_start[rows]), int(row_start[num_known])
+    to.row_slot[:rows], to.row_sample[:rows] = slot, samples
+    to.sample_token[:rows] = row_start[1:] - 1
+    position = np.arange(total) + np.repeat(num_computed - row_start[:-1], num_new)
+    record = np.repeat(slot, num_new)
+    to.position[:total] = position
+    to.kv_slot[:total] = kv_table[record, position // kv_block] * kv_block + position % kv_block
+    to.token_id[:known] = tokens[record[:known], position[:known]]
+    to.token_id[known:total] = -1
+    return total
 
 
 def fill_pages(
     slot: I32, num_computed: I32, num_new: I32, state_col: I32, resume_page: I32, state_table: I32,
-    block: int, precopy: bool, read_page: I32, write_page: I32,
+    area: I32, start: I64, block: int, precopy: bool,
 ) -> int:  # fmt: skip
+    to, rows = _Fields(area, start), len(slot)
     before, source = state_col[slot], resume_page[slot]
     from_table = (source == 0) & (before >= 0)
     source = np.where(from_table, state_table[slot, before], source)
     state_col[slot] = after = (num_computed + num_new - 1) // block
     resume_page[slot] = 0
-    rows, target = len(slot), state_table[slot, after]
-    write_page[:rows] = target
-    read_page[:rows] = np.where(source != 0, target, 0) if precopy else source
+    target = state_table[slot, after]
+    to.write_page[:rows] = target
+    to.read_page[:rows] = np.where(source != 0, target, 0) if precopy else source
     return int(np.count_nonzero((source != 0) & (source != target)))
 
 
 def fill_chunks(
-    row_start: I32, num_computed: I32, num_new: I32, write_page: I32, export_start: I32,
-    export_position: I32, export_page: I32, chunk: int, chunk_start: I32, chunk_row: I32,
-    chunk_page: I32, row_chunk: I32,
+    num_computed: I32, num_new: I32, export_start: I32, export_position: I32, export_page: I32, area: I32,
+    start: I64, chunk: int,
 ) -> int:  # fmt: skip
-    rows, chunks_of = len(num_new), -(-num_new // chunk)
+    to, rows, chunks_of = _Fields(area, start), len(num_new), -(-num_new // chunk)
+    row_chunk, row_start = to.row_chunk[: rows + 1], to.row_start
     row_chunk[0] = 0
-    np.cumsum(chunks_of, out=row_chunk[1 : rows + 1])
+    np.cumsum(chunks_of, out=row_chunk[1:])
     count = int(row_chunk[rows])
     first = np.repeat(row_start[:rows] - chunk * row_chunk[:rows], chunks_of)
-    chunk_start[:count] = first + chunk * np.arange(count)
-    chunk_start[count] = row_start[rows]
-    chunk_row[:count] = np.repeat(np.arange(rows), chunks_of)
+    to.chunk_start[:count] = first + chunk * np.arange(count)
+    to.chunk_start[count] = row_start[rows]
+    to.chunk_row[:count] = np.repeat(np.arange(rows), chunks_of)
+    chunk_page = to.chunk_page
     chunk_page[:count] = 0
-    chunk_page[row_chunk[1 : rows + 1] - 1] = write_page[:rows]
+    chunk_page[row_chunk[1:] - 1] = to.write_page[:rows]
     return count
-
-
-def pad_rows(
-    rows: int, tokens: int, row_slot: I32, row_start: I32, read_page: I32, write_page: I32,
-    token_id: I32, position: I32, kv_slot: I32,
-) -> None:  # fmt: skip
-    row_slot[rows:], read_page[rows:], write_page[rows:] = -1, 0, 0
-    row_start[rows + 1 :] = row_start[rows]
-    token_id[tokens:], position[tokens:], kv_slot[tokens:] = 0, 0, -1
-
-
-def pad_chunks(
-    rows: int, chunks: int, chunk_start: I32, chunk_row: I32, chunk_page: I32, row_chunk: I32
-) -> None:
-    chunk_start[chunks + 1 :] = chunk_start[chunks]
-    chunk_row[chunks:], chunk_page[chunks:], row_chunk[rows + 1 :] = -1, 0, chunks
-
-
-def fill_deltas(
-    table: I32, slot: I32, col_begin: I32, col_end: I32, base: int, index: I32, value: I32, count: int
-) -> int:  # fmt: skip
-    columns = col_end - col_begin
-    end = count + int(columns.sum())
-    first = slot * table.shape[1] + col_begin
-    place = np.arange(end - count) + np.repeat(first - np.cumsum(columns) + columns, columns)
-    index[count:end] = base + place
-    value[count:end] = table.reshape(-1)[place]
-    return end
 
 
 def fill_decode_rows(
     slot: I32, num_computed: I32, state_col: I32, resume_page: I32, state_table: I32, kv_table: I32,
-    block: int, kv_block: int, precopy: bool, row_slot: I32, row_start: I32, position: I32,
-    kv_slot: I32, token_id: I32, read_page: I32, write_page: I32,
+    area: I32, start: I64, rows: int, block: int, kv_block: int, precopy: bool,
 ) -> int:  # fmt: skip
-    rows = len(slot)
+    to, live = _Fields(area, start), len(slot)
     moves = fill_pages(
-        slot, num_computed, np.int32(1), state_col, resume_page, state_table, block, precopy,  # type: ignore[arg-type]
-        read_page, write_page,
+        slot, num_computed, np.int32(1), state_col, resume_page, state_table, area, start, block,  # type: ignore[arg-type]
+        precopy,
     )  # fmt: skip
-    row_slot[:rows], row_start[:rows], position[:rows] = slot, np.arange(rows), num_computed
+    to.row_slot[:live], to.row_start[:live] = slot, np.arange(live)
+    to.decode_position[:live], to.decode_token_id[:live], to.row_sample[:live] = num_computed, -1, 1
     page = kv_table[slot, num_computed // kv_block]
-    kv_slot[:rows] = page * kv_block + num_computed % kv_block
-    token_id[:rows], row_start[rows] = -1, rows
-    pad_rows(rows, rows, row_slot, row_start, read_page, write_page, token_id, position, kv_slot)
+    to.decode_kv_slot[:live] = page * kv_block + num_computed % kv_block
+    to.row_slot[live:rows], to.row_start[live : rows + 1] = -1, live
+    to.read_page[live:rows], to.write_page[live:rows], to.row_sample[live:rows] = 0, 0, 0
+    to.decode_token_id[live:rows], to.decode_position[live:rows] = 0, 0
+    to.decode_kv_slot[live:rows] = -1
     return moves
+
+
+pad_step = host_rows.pad_step_py  # is vectorised NumPy already

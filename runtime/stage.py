@@ -48,43 +48,26 @@ def stage_limits(max_rows: int, max_step_tokens: int, state_block: int) -> Stage
     )
 
 
-def _fields(limits: StageLimits) -> dict[str, int]:
+def _lengths(limits: StageLimits) -> dict[str, int]:
     rows, tokens, chunks = limits.max_rows, limits.max_step_tokens, limits.max_chunks
-    return {
-        # every step
-        "delta_count": 1,
-        "row_slot": rows,
-        "row_start": rows + 1,
-        "read_page": rows,
-        "write_page": rows,
-        "row_sample": rows,
-        "decode_token_id": rows,
-        "decode_position": rows,
-        "decode_kv_slot": rows,
-        "delta_index": limits.max_deltas,
-        "delta_value": limits.max_deltas,
-        # chunk steps
-        "sample_token": rows,
-        "token_id": tokens,
-        "position": tokens,
-        "kv_slot": tokens,
-        "chunk_start": chunks + 1,
-        "chunk_row": chunks,
-        "chunk_page": chunks,
-        "row_chunk": rows + 1,
-    }
+    of_one_row_more = {"row_start": rows + 1, "row_chunk": rows + 1}
+    of_tokens = dict.fromkeys(("token_id", "position", "kv_slot"), tokens)
+    of_chunks = {"chunk_start": chunks + 1, "chunk_row": chunks, "chunk_page": chunks}
+    of_deltas = dict.fromkeys(("delta_index", "delta_value"), limits.max_deltas)
+    other = {"delta_count": 1, **of_one_row_more, **of_tokens, **of_chunks, **of_deltas}
+    return {name: other.get(name, rows) for name in host_rows.FIELDS}
 
 
-class _Cut:
+class Cut:
     """Start of each field in the flat area."""
 
     def __init__(self, limits: StageLimits) -> None:
-        self.length = _fields(limits)
-        self.start: dict[str, int] = {}
-        self.size = 0
-        for name, length in self.length.items():
-            self.start[name] = self.size
-            self.size += -(-length // _FIELD_ALIGN) * _FIELD_ALIGN
+        self.length = _lengths(limits)
+        # one line more than needed: fields of 1024 rows, 4 KiB apart, would share cache sets
+        sizes = [(-(-length // _FIELD_ALIGN) + 1) * _FIELD_ALIGN for length in self.length.values()]
+        self.starts = np.cumsum([0, *sizes], dtype=np.int64)  # i64[fields + 1]
+        self.start = dict(zip(self.length, self.starts.tolist(), strict=False))
+        self.size = int(self.starts[-1])
         self.decode_size = self.start["sample_token"]
 
     def of(self, flat: Tensor) -> dict[str, Tensor]:
@@ -94,8 +77,9 @@ class _Cut:
 class _Area:
     """One pinned area with its numpy views and the event of the copy that reads it."""
 
-    def __init__(self, cut: _Cut, pinned: bool) -> None:
+    def __init__(self, cut: Cut, pinned: bool) -> None:
         self.flat = torch.zeros(cut.size, dtype=torch.int32, pin_memory=pinned)
+        self.words: I32 = self.flat.numpy()  # all fields, for the index kernels
         self.host: dict[str, I32] = {n: t.numpy() for n, t in cut.of(self.flat).items()}
         self.sent = torch.cuda.Event() if pinned else None
 
@@ -105,7 +89,7 @@ class Stage:
 
     def __init__(self, limits: StageLimits, device: torch.device) -> None:
         self.limits = limits
-        self._cut = _Cut(limits)
+        self._cut = Cut(limits)
         self._flat = torch.zeros(self._cut.size, dtype=torch.int32, device=device)
         self.device = self._cut.of(self._flat)
         self._areas = [_Area(self._cut, device.type == "cuda") for _ in range(_NUM_AREAS)]
@@ -115,16 +99,11 @@ class Stage:
     def write_decode(self, plan: StepPlan, live: LiveTable, block: int, kv_block: int, precopy: bool,
                      rows: int) -> None:  # fmt: skip
         """Send a decode step padded to `rows` rows."""
-        host = self._next_area().host
         moves = host_rows.fill_decode_rows(
             plan.slot, plan.num_computed, live.state_col, live.resume_page, live.state_table,
-            live.kv_table, block, kv_block, precopy, host["row_slot"][:rows],
-            host["row_start"][: rows + 1], host["decode_position"][:rows], host["decode_kv_slot"][:rows],
-            host["decode_token_id"][:rows], host["read_page"][:rows], host["write_page"][:rows],
+            live.kv_table, self._next_area().words, self._cut.starts, rows, block, kv_block, precopy,
         )  # fmt: skip
         assert moves != host_rows.REFUSED, "a row outside of the slots' tables"
-        host["row_sample"][: plan.num_rows] = 1
-        host["row_sample"][plan.num_rows : rows] = 0
         self._send(plan.deltas, self._cut.decode_size)
 
     def write_chunks(
@@ -137,28 +116,25 @@ class Stage:
         pad: Callable[[GraphKey], GraphKey],
     ) -> GraphKey:
         """Send a step with prompt chunks, padded to the shape that `pad` gives for its own; returns that."""
-        host = self._next_area().host
-        num_rows, row_start = plan.num_rows, host["row_start"]
-        num_tokens = int(host_rows.fill_row_starts(plan.num_new, row_start))
-        host["token_id"][:num_tokens] = -1  # decoding rows: the device knows
-        for row, chunk in enumerate(plan.chunks):
-            known = live.tokens[chunk.request.slot, chunk.begin : chunk.end]
-            host["token_id"][row_start[row] : row_start[row + 1]] = known
-        host_rows.fill_positions(plan.num_computed, plan.num_new, row_start, host["position"])
-        places = host_rows.fill_kv_slots(
-            plan.slot, plan.num_computed, plan.num_new, row_start, live.kv_table, kv_block, host["kv_slot"]
+        area, starts = self._next_area().words, self._cut.starts
+        num_tokens = host_rows.fill_token_rows(
+            plan.slot, plan.num_computed, plan.num_new, plan.samples, live.tokens, len(plan.chunks),
+            live.kv_table, area, starts, kv_block,
         )  # fmt: skip
         moves = host_rows.fill_pages(
             plan.slot, plan.num_computed, plan.num_new, live.state_col, live.resume_page,
-            live.state_table, block, precopy, host["read_page"], host["write_page"],
+            live.state_table, area, starts, block, precopy,
         )  # fmt: skip
-        assert host_rows.REFUSED not in (places, moves), "a row outside of the slots' tables"
-        num_chunks = _fill_chunk_tables(plan, host)
-        shape = pad(GraphKey(num_tokens, num_rows, num_chunks))
-        _fill_rows(plan, host, shape)
-        host_rows.pad_chunks(
-            num_rows, num_chunks, host["chunk_start"][: shape.chunks + 1], host["chunk_row"][: shape.chunks],
-            host["chunk_page"][: shape.chunks], host["row_chunk"][: shape.rows + 1],
+        assert host_rows.REFUSED not in (num_tokens, moves), "a row outside of the slots' tables"
+        num_chunks = host_rows.fill_chunks(
+            plan.num_computed, plan.num_new, *_exports(plan), area, starts, CHUNK
+        )
+        assert num_chunks != host_rows.REFUSED, (
+            "exports outside of their chunk, or more chunks than planned"
+        )
+        shape = pad(GraphKey(num_tokens, plan.num_rows, num_chunks))
+        host_rows.pad_step(
+            area, starts, plan.num_rows, num_tokens, num_chunks, shape.rows, shape.tokens, shape.chunks
         )  # fmt: skip
         self._send(plan.deltas, self._cut.size)
         return shape
@@ -227,35 +203,10 @@ class Stage:
             area.sent.record()
 
 
-def _fill_chunk_tables(plan: StepPlan, host: dict[str, I32]) -> int:
-    """Cut the rows into chunks; returns their number."""
-    export_start = np.zeros(plan.num_rows + 1, np.int32)
-    counts = [len(chunk.export_position) for chunk in plan.chunks]
-    export_start[1 : len(counts) + 1] = np.cumsum(counts)
-    export_start[len(counts) + 1 :] = sum(counts)
+def _exports(plan: StepPlan) -> tuple[I32, I32, I32]:
+    """First export of each row, and of all of them the position and the page."""
+    counts = np.zeros(plan.num_rows + 1, np.int32)
+    counts[1 : len(plan.chunks) + 1] = [len(chunk.export_position) for chunk in plan.chunks]
     position = np.array([p for c in plan.chunks for p in c.export_position], np.int32)
     page = np.array([p for c in plan.chunks for p in c.export_page], np.int32)
-    chunks = host_rows.fill_chunks(
-        host["row_start"], plan.num_computed, plan.num_new, host["write_page"], export_start,
-        position, page, CHUNK, host["chunk_start"], host["chunk_row"], host["chunk_page"],
-        host["row_chunk"],
-    )  # fmt: skip
-    assert chunks != host_rows.REFUSED, (
-        "exports outside of their chunk, or more chunks than planned"
-    )
-    return int(chunks)
-
-
-def _fill_rows(plan: StepPlan, host: dict[str, I32], shape: GraphKey) -> None:
-    """Slots and sampling of the rows, and padding up to `shape`."""
-    num_rows, rows, tokens = plan.num_rows, shape.rows, shape.tokens
-    host["row_slot"][:num_rows] = plan.slot
-    host["row_sample"][:num_rows] = plan.samples
-    host["row_sample"][num_rows:rows] = 0
-    host["sample_token"][:num_rows] = host["row_start"][1 : num_rows + 1] - 1
-    host["sample_token"][num_rows:rows] = 0
-    host_rows.pad_rows(
-        num_rows, int(host["row_start"][num_rows]), host["row_slot"][:rows],
-        host["row_start"][: rows + 1], host["read_page"][:rows], host["write_page"][:rows],
-        host["token_id"][:tokens], host["position"][:tokens], host["kv_slot"][:tokens],
-    )  # fmt: skip
+    return np.cumsum(counts, dtype=np.int32), position, page

@@ -15,26 +15,8 @@ from midstream.ops.advance import advance, running_col
 from midstream.ops.host_rows import REFUSED
 from midstream.ops.testing import build_args
 
-NAMES = [
-    "fill_row_starts",
-    "fill_positions",
-    "fill_kv_slots",
-    "fill_pages",
-    "fill_chunks",
-    "pad_rows",
-    "pad_chunks",
-    "fill_deltas",
-    "fill_decode_rows",
-]
-ROW_FIELDS = (
-    "row_slot",
-    "row_start",
-    "position",
-    "kv_slot",
-    "token_id",
-    "read_page",
-    "write_page",
-)
+NAMES = ["fill_decode_rows", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step"]
+JUNK = -77
 both = pytest.mark.parametrize("suffix", ["", "_py"], ids=["compiled", "plain"])
 quick = settings(max_examples=60, deadline=None)  # the first call of a kernel compiles it
 
@@ -50,7 +32,7 @@ def ints(values) -> np.ndarray:
 
 
 def junk(*shape) -> np.ndarray:
-    return np.full(shape, -77, dtype=np.int32)
+    return np.full(shape, JUNK, dtype=np.int32)
 
 
 def starts_of(lengths) -> np.ndarray:
@@ -64,44 +46,68 @@ def test_every_kernel_has_a_plain_twin(name):
     assert not hasattr(kernel(name, "_py"), "nopython_signatures")
 
 
-@both
-@quick
-@given(lengths=st.lists(st.integers(0, 99), max_size=9))
-def test_row_starts_are_prefix_sums(suffix, lengths):
-    row_start = junk(len(lengths) + 1)
-    total = kernel("fill_row_starts", suffix)(ints(lengths), row_start)
-    assert row_start.tolist() == starts_of(lengths).tolist()
-    assert total == sum(lengths)
+class Area:
+    """A flat area whose fields have room for `rows`, `tokens` and `chunks`, full of junk."""
+
+    def __init__(self, rows=0, tokens=0, chunks=0):
+        more = {"row_start": rows + 1, "row_chunk": rows + 1, "chunk_start": chunks + 1}
+        more |= dict.fromkeys(("token_id", "position", "kv_slot"), tokens)
+        more |= dict.fromkeys(("chunk_row", "chunk_page"), chunks)
+        sizes = [more.get(name, rows) for name in host_rows.FIELDS]
+        self.start = np.cumsum([0, *sizes])
+        self.words = junk(int(self.start[-1]))
+        self.both = self.words, self.start
+
+    def __getitem__(self, name) -> np.ndarray:
+        field = host_rows.FIELDS.index(name)
+        return self.words[self.start[field] : self.start[field + 1]]
+
+    def filled(self) -> dict[str, list[int]]:
+        """Fields of which anything was written."""
+        fields = {name: self[name].tolist() for name in host_rows.FIELDS}
+        return {name: words for name, words in fields.items() if set(words) - {JUNK}}
 
 
 @both
 @quick
-@given(rows=rows_of_tokens)
-def test_positions_count_on_from_the_computed_tokens(suffix, rows):
-    computed, lengths = ints([n for n, _ in rows]), ints([m for _, m in rows])
-    position = junk(sum(m for _, m in rows) + 2)
-    kernel("fill_positions", suffix)(computed, lengths, starts_of(lengths), position)
-    assert position.tolist() == [n + i for n, m in rows for i in range(m)] + [-77, -77]
-
-
-@both
-@quick
-@given(rows=rows_of_tokens, kv_block=st.integers(1, 40), seed=st.integers(0, 9))
-def test_kv_slots_follow_the_table(suffix, rows, kv_block, seed):
+@given(
+    rows=rows_of_tokens,
+    num_known=st.integers(0, 6),
+    kv_block=st.integers(1, 40),
+    seed=st.integers(0, 9),
+)
+def test_token_rows_follow_the_tables(suffix, rows, num_known, kv_block, seed):
+    rows = [(n, m if row < num_known else 1) for row, (n, m) in enumerate(rows)]
     rng = np.random.default_rng(seed)
-    slots = rng.permutation(8)[: len(rows)]
+    slots = rng.permutation(8)[: len(rows)].tolist()
     table = rng.integers(1, 5000, (8, 350 // kv_block + 1)).astype(np.int32)
-    computed, lengths = ints([n for n, _ in rows]), ints([m for _, m in rows])
-    kv_slot = junk(int(lengths.sum()) + 1)
-    kernel("fill_kv_slots", suffix)(
-        ints(slots), computed, lengths, starts_of(lengths), table, kv_block, kv_slot
-    )
-    want = [
-        table[slot, p // kv_block] * kv_block + p % kv_block
-        for slot, (n, m) in zip(slots, rows, strict=True)
-        for p in range(n, n + m)
-    ]
-    assert kv_slot.tolist() == [*want, -77]
+    tokens = rng.integers(0, 5000, (8, 351)).astype(np.int32)
+    samples = rng.integers(0, 2, len(rows)).astype(np.int32)
+    lengths = [m for _, m in rows]
+    area = Area(len(rows) + 1, sum(lengths) + 2)
+    total = kernel("fill_token_rows", suffix)(
+        ints(slots), ints([n for n, _ in rows]), ints(lengths), samples, tokens, num_known, table,
+        *area.both, kv_block,
+    )  # fmt: skip
+    places = [(slot, p) for slot, (n, m) in zip(slots, rows, strict=True) for p in range(n, n + m)]
+    known = sum(lengths[:num_known])
+    token_id = [int(tokens[slot, p]) for slot, p in places[:known]] + [-1] * (total - known)
+    kv_slot = [int(table[slot, p // kv_block]) * kv_block + p % kv_block for slot, p in places]
+    starts = starts_of(lengths).tolist()
+    assert total == sum(lengths)
+    assert area.filled() == {
+        name: words
+        for name, words in {
+            "row_slot": [*slots, JUNK],
+            "row_start": [*starts, JUNK],
+            "row_sample": [*samples.tolist(), JUNK],
+            "sample_token": [*(start - 1 for start in starts[1:]), JUNK],
+            "token_id": [*token_id, JUNK, JUNK],
+            "position": [*(p for _, p in places), JUNK, JUNK],
+            "kv_slot": [*kv_slot, JUNK, JUNK],
+        }.items()
+        if set(words) - {JUNK}
+    }
 
 
 def plain_state(precopy: bool) -> dict:
@@ -121,19 +127,35 @@ def test_pages_equal_those_of_advance(suffix, precopy):
     slot = args["row_slot"].numpy()[live]
     computed = args["computed"].numpy()[slot]
     state_col, resume = args["state_col"].numpy().copy(), args["resume_page"].numpy().copy()
-    read_page, write_page = junk(len(slot)), junk(len(slot))
+    area = Area(len(slot))
     table, block = args["state_table"].numpy(), args["block"]
     moves = kernel("fill_pages", suffix)(
-        slot, computed, lengths, state_col, resume, table, block, precopy, read_page, write_page
+        slot, computed, lengths, state_col, resume, table, *area.both, block, precopy
     )
     advance.reference(**args)
-    assert read_page.tolist() == args["read_page"].numpy()[: len(live)][live].tolist()
-    assert write_page.tolist() == args["write_page"].numpy()[: len(live)][live].tolist()
+    assert area.filled() == {
+        name: args[name].numpy()[: len(live)][live].tolist() for name in ("read_page", "write_page")
+    }
     assert state_col.tolist() == args["state_col"].tolist()
     assert resume.tolist() == args["resume_page"].tolist()
     sources_elsewhere = plain_state(True)
     advance.reference(**sources_elsewhere)
     assert moves == int(sources_elsewhere["num_moves"]) > 2
+
+
+@both
+@pytest.mark.parametrize(
+    ("col", "resume", "read", "moves"),
+    [(-1, 0, 0, 0), (0, 0, 10, 1), (1, 0, 11, 0), (1, 7, 7, 1), (-1, 7, 7, 1), (1, 11, 11, 0)],
+    ids=["fresh", "leaves", "stays", "resumes", "starts at a hit", "resumes in place"],
+)
+def test_a_row_reads_the_page_that_holds_its_state(suffix, col, resume, read, moves):
+    table, area = ints([[0, 0, 0], [10, 11, 12]]), Area(1)
+    cols, used = ints([9, col]), ints([9, resume])
+    args = ints([1]), ints([64]), ints([1]), cols, used, table
+    assert kernel("fill_pages", suffix)(*args, *area.both, 64, False) == moves
+    assert area.filled() == {"read_page": [read], "write_page": [11]}
+    assert (cols.tolist(), used.tolist()) == ([9, 1], [9, 0])
 
 
 @both
@@ -152,29 +174,24 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
     resume[slot[7]] = 4000
     state_table = rng.integers(1, 999, (slots, 201 // block + 1)).astype(np.int32)
     kv_table = rng.integers(1, 999, (slots, 201 // kv_block + 1)).astype(np.int32)
-    ones, start = np.ones(rows, np.int32), starts_of([1] * rows)
-
-    outs = [junk(padded + (name == "row_start")) for name in ROW_FIELDS]
+    ones = np.ones(rows, np.int32)
+    tables = kv_table, *(area := Area(padded)).both
     cols, used = state_col.copy(), resume.copy()
     moves = kernel("fill_decode_rows", suffix)(
-        slot, computed, cols, used, state_table, kv_table, block, kv_block, precopy, *outs
+        slot, computed, cols, used, state_table, *tables, padded, block, kv_block, precopy
     )
-    got = dict(zip(ROW_FIELDS, outs, strict=True))
-
-    position, kv_slot, read_page, write_page = (junk(rows) for _ in range(4))
-    host_rows.fill_positions_py(computed, ones, start, position)
-    host_rows.fill_kv_slots_py(slot, computed, ones, start, kv_table, kv_block, kv_slot)
+    want = Area(padded, padded)
+    host_rows.fill_token_rows_py(
+        slot, computed, ones, ones, np.zeros((0, 0), np.int32), 0, kv_table, *want.both, kv_block
+    )
     want_moves = host_rows.fill_pages_py(
-        slot, computed, ones, state_col, resume, state_table, block, precopy, read_page, write_page
+        slot, computed, ones, state_col, resume, state_table, *want.both, block, precopy
     )
-    pad = padded - rows
-    assert got["row_slot"].tolist() == [*slot, *[-1] * pad]
-    assert got["row_start"].tolist() == [*start, *[rows] * pad]
-    assert got["position"].tolist() == [*position, *[0] * pad]
-    assert got["kv_slot"].tolist() == [*kv_slot, *[-1] * pad]
-    assert got["token_id"].tolist() == [*[-1] * rows, *[0] * pad]
-    assert got["read_page"].tolist() == [*read_page, *[0] * pad]
-    assert got["write_page"].tolist() == [*write_page, *[0] * pad]
+    host_rows.pad_step_py(*want.both, rows, rows, 0, padded, padded, 0)
+    same = ("row_slot", "row_start", "row_sample", "read_page", "write_page")
+    of_decode = {f"decode_{name}": want[name] for name in ("token_id", "position", "kv_slot")}
+    expected = {name: want[name] for name in same} | of_decode
+    assert area.filled() == {name: words.tolist() for name, words in expected.items()}
     assert (moves, cols.tolist(), used.tolist()) == (
         want_moves,
         state_col.tolist(),
@@ -205,26 +222,26 @@ def rows_with_exports(draw):
     return rows
 
 
-def chunk_args(rows, capacity):
+def cut(suffix, rows, chunk, capacity):
+    """Result of `fill_chunks` and the area that it filled."""
     exports = [e for row in rows for e in row[3]]
-    inputs = [
-        starts_of([r[1] for r in rows]),
-        *(ints([r[i] for r in rows]) for i in range(3)),
-        starts_of([len(r[3]) for r in rows]),
-        ints([p for p, _ in exports]),
-        ints([page for _, page in exports]),
-    ]
-    outs = [junk(capacity + 1), junk(capacity), junk(capacity), junk(len(rows) + 1)]
-    return inputs, outs
+    area = Area(len(rows), chunks=capacity)
+    area["row_start"][:] = starts_of([r[1] for r in rows])
+    area["write_page"][:] = [r[2] for r in rows]
+    count = kernel("fill_chunks", suffix)(
+        *(ints([r[i] for r in rows]) for i in range(2)), starts_of([len(r[3]) for r in rows]),
+        ints([p for p, _ in exports]), ints([page for _, page in exports]), *area.both, chunk,
+    )  # fmt: skip
+    return count, area
 
 
 @both
 @quick
 @given(rows=rows_with_exports(), chunk=st.sampled_from([64, 1, 50]))
 def test_chunks_cover_rows_and_end_at_exports(suffix, rows, chunk):
-    inputs, outs = chunk_args(rows, 2000)
-    count = kernel("fill_chunks", suffix)(*inputs, chunk, *outs)
-    chunk_start, chunk_row, chunk_page, row_chunk = (out.tolist() for out in outs)
+    count, area = cut(suffix, rows, chunk, 2000)
+    names = ("chunk_start", "chunk_row", "chunk_page", "row_chunk")
+    chunk_start, chunk_row, chunk_page, row_chunk = (area[name].tolist() for name in names)
     first_token = 0
     for row, (computed, length, write, exports) in enumerate(rows):
         chunks = range(row_chunk[row], row_chunk[row + 1])
@@ -253,63 +270,35 @@ def test_chunks_cover_rows_and_end_at_exports(suffix, rows, chunk):
     ],
 )
 def test_chunks_refuse_exports_that_cannot_be_cut(suffix, exports, why):
-    inputs, outs = chunk_args([(10, 20, 1000, exports)], 50)
-    assert kernel("fill_chunks", suffix)(*inputs, 64, *outs) == REFUSED
+    assert cut(suffix, [(10, 20, 1000, exports)], 64, 50)[0] == REFUSED
 
 
 @both
 def test_chunks_beyond_the_capacity_are_refused(suffix):
-    inputs, outs = chunk_args([(0, 200, 1000, [])], 3)
-    assert kernel("fill_chunks", suffix)(*inputs, 64, *outs) == REFUSED
-    inputs, outs = chunk_args([(0, 192, 1000, [])], 3)
-    assert kernel("fill_chunks", suffix)(*inputs, 64, *outs) == 3
+    assert cut(suffix, [(0, 200, 1000, [])], 64, 3)[0] == REFUSED
+    assert cut(suffix, [(0, 192, 1000, [])], 64, 3)[0] == 3
 
 
 @both
-def test_padding_fills_every_tail(suffix):
-    rows, tokens = 2, 3
-    row_slot, read, write = ints([7, 8, 9, 9]), ints([5, 5, 5, 5]), ints([6, 6, 6, 6])
-    row_start, token_id = ints([0, 1, 3, 9, 9]), ints([4, 4, 4, 9, 9])
-    position, kv_slot = ints([1, 1, 1, 9, 9]), ints([2, 2, 2, 9, 9])
-    kernel("pad_rows", suffix)(
-        rows, tokens, row_slot, row_start, read, write, token_id, position, kv_slot
-    )
-    assert row_slot.tolist() == [7, 8, -1, -1]
-    assert row_start.tolist() == [0, 1, 3, 3, 3]
-    assert read.tolist() == [5, 5, 0, 0] and write.tolist() == [6, 6, 0, 0]
-    assert token_id.tolist() == [4, 4, 4, 0, 0]
-    assert position.tolist() == [1, 1, 1, 0, 0]
-    assert kv_slot.tolist() == [2, 2, 2, -1, -1]
-
-    chunk_start, chunk_row = ints([0, 64, 99, 9, 9]), ints([0, 1, 9, 9])
-    chunk_page, row_chunk = ints([0, 3, 9, 9]), ints([0, 1, 2, 9])
-    kernel("pad_chunks", suffix)(rows, 2, chunk_start, chunk_row, chunk_page, row_chunk)
-    assert chunk_start.tolist() == [0, 64, 99, 99, 99]
-    assert chunk_row.tolist() == [0, 1, -1, -1]
-    assert chunk_page.tolist() == [0, 3, 0, 0]
-    assert row_chunk.tolist() == [0, 1, 2, 2]
-
-
-@both
-def test_deltas_name_word_and_value_of_every_changed_column(suffix):
-    table = np.arange(40, dtype=np.int32).reshape(4, 10)
-    index, value = junk(9), junk(9)
-    index[0], value[0] = 3, 4  # of another table
-    count = kernel("fill_deltas", suffix)(
-        table, ints([3, 1, 0]), ints([8, 2, 5]), ints([10, 3, 5]), 500, index, value, 1
-    )
-    assert count == 4
-    assert index[:count].tolist() == [3, 538, 539, 512]
-    assert value[:count].tolist() == [4, 38, 39, 12]
-    assert index[count:].tolist() == [-77] * 5
-
-
-@both
-def test_deltas_beyond_the_capacity_are_refused(suffix):
-    table, index, value = np.zeros((4, 10), np.int32), junk(5), junk(5)
-    call = kernel("fill_deltas", suffix)
-    assert call(table, ints([0]), ints([0]), ints([6]), 0, index, value, 0) == REFUSED
-    assert call(table, ints([0]), ints([0]), ints([5]), 0, index, value, 0) == 5
+def test_padding_fills_every_tail_and_nothing_else(suffix):
+    area = Area(rows=5, tokens=7, chunks=6)
+    kernel("pad_step", suffix)(*area.both, 2, 3, 4, 4, 6, 5)
+    rest = [JUNK]
+    assert area.filled() == {
+        "row_slot": [JUNK] * 2 + [-1, -1] + rest,
+        "row_start": [JUNK] * 3 + [3, 3] + rest,
+        **{
+            name: [JUNK] * 2 + [0, 0] + rest
+            for name in ("read_page", "write_page", "row_sample", "sample_token")
+        },
+        "token_id": [JUNK] * 3 + [0] * 3 + rest,
+        "position": [JUNK] * 3 + [0] * 3 + rest,
+        "kv_slot": [JUNK] * 3 + [-1] * 3 + rest,
+        "chunk_start": [JUNK] * 5 + [3] + rest,
+        "chunk_row": [JUNK] * 4 + [-1] + rest,
+        "chunk_page": [JUNK] * 4 + [0] + rest,
+        "row_chunk": [JUNK] * 3 + [4, 4] + rest,
+    }
 
 
 @both
@@ -320,32 +309,54 @@ def test_deltas_beyond_the_capacity_are_refused(suffix):
 )
 def test_an_index_behind_its_table_is_refused(suffix, slot, computed):
     table, col, resume = np.ones((4, 10), np.int32), junk(5), np.zeros(5, np.int32)
-    row, one, start = ints([slot]), ints([1]), ints([0, 1])
-    n = ints([computed])
-    assert kernel("fill_kv_slots", suffix)(row, n, one, start, table, 4, junk(1)) == REFUSED
-    assert (
-        kernel("fill_pages", suffix)(row, n, one, col, resume, table, 4, True, junk(1), junk(1))
-        == REFUSED
-    )
-    outs = [junk(1 + (name == "row_start")) for name in ROW_FIELDS]
-    call = kernel("fill_decode_rows", suffix)
-    assert call(row, n, col, resume, table, table, 4, 4, True, *outs) == REFUSED
+    row, one, n = ints([slot]), ints([1]), ints([computed])
+    area, tokens = Area(1, 1).both, np.ones((9, 99), np.int32)
+    fill = kernel("fill_token_rows", suffix)
+    assert fill(row, n, one, one, tokens, 1, table, *area, 4) == REFUSED
+    fill = kernel("fill_pages", suffix)
+    assert fill(row, n, one, col, resume, table, *area, 4, True) == REFUSED
+    fill = kernel("fill_decode_rows", suffix)
+    assert fill(row, n, col, resume, table, table, *area, 1, 4, 4, True) == REFUSED
 
 
 @both
-def test_more_tokens_than_the_buffer_holds_are_refused(suffix):
-    n, m, start = ints([0]), ints([5]), ints([0, 5])
-    assert kernel("fill_positions", suffix)(n, m, start, junk(4)) == REFUSED
-    table = np.ones((1, 10), np.int32)
-    assert kernel("fill_kv_slots", suffix)(n, n, m, start, table, 4, junk(4)) == REFUSED
+def test_rows_and_tokens_beyond_the_fields_are_refused(suffix):
+    two, zero = ints([1, 1]), ints([0, 0])
+    table, tokens = np.ones((2, 10), np.int32), np.ones((2, 40), np.int32)
+    slot, fill = ints([0, 1]), kernel("fill_token_rows", suffix)
+    for rows, room, fits in ((1, 9, False), (2, 1, False), (2, 2, True)):
+        result = fill(slot, zero, two, two, tokens, 2, table, *Area(rows, room).both, 4)
+        assert (result == 2) == fits and (result == REFUSED) != fits
+    few = Area(1).both
+    fill = kernel("fill_pages", suffix)
+    assert fill(slot, zero, two, zero, zero, table, *few, 4, True) == REFUSED
+    fill = kernel("fill_decode_rows", suffix)
+    assert fill(slot, zero, zero, zero, table, table, *few, 2, 4, 4, True) == REFUSED
+    assert fill(slot, zero, zero, zero, table, table, *Area(2).both, 1, 4, 4, True) == REFUSED
 
 
-def test_q1_threads_get_what_one_thread_gets():
-    lengths = ints(np.arange(500) % 7)
+@both
+def test_a_row_without_known_tokens_decodes_one_token(suffix):
+    table, tokens = np.ones((2, 10), np.int32), np.ones((2, 40), np.int32)
+    fill, both_rows = kernel("fill_token_rows", suffix), ints([1, 2])
+    args = ints([0, 1]), ints([0, 0]), both_rows, both_rows, tokens
+    assert fill(*args, 2, table, *Area(2, 3).both, 4) == 3
+    assert fill(*args, 1, table, *Area(2, 3).both, 4) == REFUSED
+    assert fill(*args[:4], tokens[:, :1].copy(), 2, table, *Area(2, 3).both, 4) == REFUSED
 
-    def starts(_):
-        out = junk(501)
-        return host_rows.fill_row_starts(lengths, out), out.tolist()
 
+def test_q1_threads_get_what_plain_python_gets():
+    rng = np.random.default_rng(1)
+    slot, computed = rng.permutation(500).astype(np.int32), rng.integers(0, 900, 500, np.int32)
+    one, table = np.ones(500, np.int32), rng.integers(1, 999, (500, 901), np.int32)
+    args = slot, computed, one, one, table, 300, table
+
+    def words(fill):
+        area = Area(500, 500)
+        assert fill(*args, *area.both, 16) == 500
+        return area.words.tolist()
+
+    want = words(host_rows.fill_token_rows_py)
     with ThreadPoolExecutor(8) as pool:
-        assert len({str(r) for r in pool.map(starts, range(64))}) == 1
+        for got in pool.map(lambda _: words(host_rows.fill_token_rows), range(64)):
+            assert got == want
