@@ -12,6 +12,9 @@ import torch
 from midstream.compiler.context import Pools
 from midstream.compiler.lowering import LoweredModel, lower
 from midstream.compiler.validation import check_model, device_of
+from midstream.runtime.admission import Admission
+from midstream.runtime.chains import Chains
+from midstream.runtime.checkpoints import Checkpoints
 from midstream.runtime.commit import Committer
 from midstream.runtime.config import (
     STATE_DTYPES,
@@ -28,7 +31,9 @@ from midstream.runtime.intake import Intake
 from midstream.runtime.live import LiveTable
 from midstream.runtime.ownership import PageOwnership
 from midstream.runtime.pages import PagePool
+from midstream.runtime.planner import PageBytes, describe
 from midstream.runtime.prefix import PrefixIndex
+from midstream.runtime.retention import Retention
 from midstream.runtime.runner import StepRunner
 from midstream.runtime.scheduler import Scheduler
 from midstream.runtime.slots import SlotLayout, SlotMemory
@@ -79,12 +84,17 @@ def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
     except BaseException:
         lowered.undo()
         raise
-    _log.info(
-        "%d state pages of %d bytes, %d KV pages of %d bytes, longest sequence %d",
-        config.num_state_pages, limits.state_page_bytes, config.num_kv_pages, limits.kv_page_bytes,
-        config.max_len,
-    )  # fmt: skip
+    page_bytes = PageBytes(limits.state_page_bytes, limits.kv_page_bytes)
+    _log.info("%s", describe_pages(config, page_bytes))
     return parts
+
+
+def describe_pages(config: ResolvedConfig, page_bytes: PageBytes) -> str:
+    """What the pools hold and how many of the longest sequences they run."""
+    return describe(
+        config.cache_mode, config.max_len, config.kv_block, config.state_block, config.num_state_pages,
+        config.num_kv_pages, page_bytes,
+    )  # fmt: skip
 
 
 def free_memory(device: torch.device) -> int:
@@ -98,7 +108,7 @@ def free_memory(device: torch.device) -> int:
 def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig) -> Parts:
     device = lowered.device
     # without checkpoints the one running page never moves: a single block holds the whole sequence
-    block = config.state_block if config.cache_mode == "align" else config.max_len
+    block = config.max_len if config.cache_mode == "none" else config.state_block
     layout = SlotLayout(
         config.max_rows, -(-config.max_len // block), -(-config.max_len // config.kv_block)
     )
@@ -109,17 +119,7 @@ def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig)
     lowered.bind(pools)
 
     live = LiveTable(layout, config.max_len)
-    kv_pool, state_pool = (
-        PagePool(config.num_kv_pages, "kv"),
-        PagePool(config.num_state_pages, "state"),
-    )
-    index = PrefixIndex(kv_pool, state_pool, config.kv_block)
-    ownership = PageOwnership(live, layout, kv_pool, state_pool, index, config.kv_block, block)
-    hasher = None
-    if config.cache_mode == "align":
-        hasher = BlockHasher(block=config.kv_block, key=config.hash_key)
-    scheduler = Scheduler(live, layout, ownership, hasher, config.max_step_tokens)
-
+    scheduler = _scheduler(config, layout, live, lowered, block)
     limits = stage_limits(config.max_rows, config.max_step_tokens, block)
     step = DeviceStep(
         lowered, slots, Stage(limits, device), lowered.layout, (temporal, conv), block,
@@ -129,10 +129,39 @@ def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig)
         config=config,
         lowered=lowered,
         pools=pools,
-        ownership=ownership,
+        ownership=scheduler.ownership,
         scheduler=scheduler,
-        committer=Committer(live, ownership, scheduler),
-        runner=StepRunner(step, live, config.kv_block, config.graph_rows, config.graph_chunks),
+        committer=Committer(live, scheduler.ownership, scheduler),
+        runner=StepRunner(step, live, kv, config.kv_block, config.graph_rows, config.graph_chunks),
         intake=Intake(lowered.model, tokenizer, config),
         emitter=Emitter(tokenizer),
     )
+
+
+def _scheduler(
+    config: ResolvedConfig, layout: SlotLayout, live: LiveTable, lowered: LoweredModel, block: int
+) -> Scheduler:
+    """Everything on the host that decides steps, over fresh pools and an empty index."""
+    kv_pool, state_pool = (
+        PagePool(config.num_kv_pages, "kv"),
+        PagePool(config.num_state_pages, "state"),
+    )
+    index = PrefixIndex(
+        kv_pool,
+        state_pool,
+        config.kv_block,
+        eviction=config.eviction,
+        page_bytes=(lowered.kv_layout.page_bytes, lowered.layout.page_bytes),
+    )
+    keeps_all = config.cache_mode == "all"
+    ownership = PageOwnership(
+        live, layout, kv_pool, state_pool, index, config.kv_block, block, keeps_all
+    )
+    hasher = None
+    if config.cache_mode != "none":
+        hasher = BlockHasher(block=config.kv_block, key=config.hash_key)
+    chains = Chains(hasher, live)
+    retention = Retention(config.retention, block, config.kv_block)
+    checkpoints = Checkpoints(live, ownership, chains, retention)
+    admission = Admission(ownership, chains, config.wait_for_prefix)
+    return Scheduler(live, layout, ownership, checkpoints, admission, config.max_step_tokens)

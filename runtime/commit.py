@@ -55,8 +55,8 @@ class Committer:
         broken = np.isnan(result.logprob)
         if broken.any():  # earlier steps of such a row may have left checkpoints
             self.ownership.index.reset()
-        elif self.scheduler.hasher is not None:
-            self._publish(plan, alive)
+        elif self.scheduler.checkpoints.is_on:
+            self.scheduler.checkpoints.publish(plan, alive)
         after = plan.num_computed + plan.num_new
         rows = np.nonzero(alive & (plan.samples != 0))[0]
         slots, tokens = plan.slot[rows], result.token[rows]
@@ -107,25 +107,6 @@ class Committer:
             arrivals.append(self._arrive(request, row, reason, result))
         self.scheduler.preempted.clear()
         return arrivals
-
-    def _publish(self, plan: StepPlan, alive: npt.NDArray[np.bool_]) -> None:
-        own, grid = self.ownership, self.ownership.kv_block
-        before, after = plan.num_computed // grid, (plan.num_computed + plan.num_new) // grid
-        for row in np.nonzero(alive & (after > before))[0].tolist():
-            request = self.live.request[plan.slot[row]]
-            assert request is not None
-            keys = self.scheduler.keys(request, int(after[row]) * grid)
-            for block in range(int(before[row]), int(after[row])):
-                own.index.publish_kv(keys[block], request.kv_pages[block])
-        for chunk in plan.chunks:
-            if chunk.request.epoch == chunk.epoch:
-                for position, page in zip(chunk.export_position, chunk.export_page, strict=True):
-                    key = chunk.request.hashes[position // grid - 1]
-                    own.index.publish_state(key, page, position)
-        for item in plan.publications:
-            if item.request.epoch == item.epoch:
-                key = item.request.hashes[item.position // grid - 1]
-                own.index.publish_state(key, item.page, item.position)
 
 
 def _logprobs(count: int, row: int, result: StepResult) -> TokenLogprobs:

@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-from midstream.errors import ConfigError, UnsupportedError
+from midstream.errors import ConfigError
 from midstream.graphs.table import GraphKey
+from midstream.runtime.eviction import EVICTIONS
 from midstream.runtime.options import EngineConfig as EngineConfig  # public from here too
+from midstream.runtime.planner import PageBytes, parse_mix, plan_pages
 
-CACHE_MODES = ("none", "align")
+CACHE_MODES = ("none", "align", "all")
 GRAPH_MODES = ("full", "off")
 MIGRATIONS = ("copyfree", "precopy")
 COMPILE_MODES = ("eager", "inductor")
@@ -36,7 +38,7 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """What the engine runs with.  No None."""
+    """What the engine runs with.  None is left where it has a meaning."""
 
     cache_mode: str
     state_block: int
@@ -49,6 +51,9 @@ class ResolvedConfig:
     graph_rows: tuple[int, ...]  # captured decode steps by rows, ascending; empty: no graphs
     graph_chunks: tuple[GraphKey, ...]  # captured steps with prompt chunks, ascending
     migration: str
+    retention: str | int | None  # None: every block
+    eviction: str
+    wait_for_prefix: bool
     state_dtype: torch.dtype
     compile: str
     hash_key: bytes | None
@@ -73,11 +78,8 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
 
 def check_options(config: EngineConfig) -> None:
     """Refuse what can be refused without a model.  Raises ConfigError or UnsupportedError."""
-    if config.cache_mode == "all":
-        raise UnsupportedError(
-            "Engine: cache_mode='all' (every block keeps its page) is not built yet; use 'align'"
-        )
     _one_of("cache_mode", config.cache_mode, CACHE_MODES)
+    _one_of("eviction", config.eviction, EVICTIONS)
     _one_of("graphs", config.graphs, GRAPH_MODES)
     _one_of("migration", config.migration, ("auto", *MIGRATIONS))
     _one_of("compile", config.compile, ("auto", *COMPILE_MODES))
@@ -99,32 +101,50 @@ def check_options(config: EngineConfig) -> None:
         raise ConfigError(
             f"Engine: retention={retention!r}; expected 'auto', None or a number of tokens >= 0"
         )
+    if isinstance(retention, int) and retention % config.kv_block:
+        raise ConfigError(
+            f"Engine: retention={retention} is not a multiple of kv_block={config.kv_block}; "
+            "states are kept on the KV grid, choose e.g. "
+            f"retention={-(-retention // config.kv_block) * config.kv_block}"
+        )
+    if type(config.wait_for_prefix) is not bool:
+        raise ConfigError(
+            f"Engine: wait_for_prefix={config.wait_for_prefix!r}; expected True or False"
+        )
+    parse_mix(config.mix)
     parse_hash_key(config.hash_key)
 
 
 def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> ResolvedConfig:
     """Fill every None.  Pure: logs nothing, touches no device, changes no input."""
     check_options(config)
-    num_state, num_kv = plan_pages(config, limits, free_bytes)
+    page_bytes = PageBytes(limits.state_page_bytes, limits.kv_page_bytes)
+    num_state, num_kv = plan_pages(config, page_bytes, limits.max_positions, free_bytes)
     kv_tokens = (num_kv - 1) * config.kv_block
+    state_tokens = (num_state - 4) * config.state_block
+    held = [kv_tokens] if config.cache_mode != "all" else [kv_tokens, state_tokens]
     captured = config.graphs == "full"
     known = [n for n in (config.max_len, limits.max_positions) if n is not None]
     if config.max_len is not None and limits.max_positions not in (None, 0):
         _at_most("max_len", config.max_len, limits.max_positions or 0, "positions of the model")
     if config.max_len is not None:
         _at_most("max_len", config.max_len, kv_tokens, "tokens that the KV pages hold")
+        _at_most("max_len", config.max_len, held[-1], "tokens whose states the state pages hold")
     return ResolvedConfig(
         cache_mode=config.cache_mode,
         state_block=config.state_block,
         kv_block=config.kv_block,
         max_rows=config.max_rows,
         max_step_tokens=config.max_step_tokens,
-        max_len=min([*known, kv_tokens]),
+        max_len=min([*known, *held]),
         num_state_pages=num_state,
         num_kv_pages=num_kv,
         graph_rows=ladder(min(config.max_rows, config.max_step_tokens)) if captured else (),
         graph_chunks=chunk_ladder(config.max_rows, config.max_step_tokens) if captured else (),
         migration="copyfree" if config.migration == "auto" else config.migration,
+        retention=None if config.cache_mode == "all" else config.retention,
+        eviction=config.eviction,
+        wait_for_prefix=config.wait_for_prefix,
         state_dtype=STATE_DTYPES[config.state_dtype],
         compile=("inductor" if limits.is_cuda else "eager")
         if config.compile == "auto"
@@ -162,69 +182,6 @@ def chunk_ladder(max_rows: int, max_step_tokens: int) -> tuple[GraphKey, ...]:
         if rows <= tokens <= max_step_tokens
     ]
     return tuple(sorted(keys))
-
-
-def plan_pages(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> tuple[int, int]:
-    """Page counts (state, KV), null pages included, that fit the byte budget.
-
-    The mix: `max_rows` sequences of the longest length, but at most half of the budget, go to KV
-    pages; the rest holds recurrent state, at most four checkpoints for each block of those KV pages.
-    A number of pages that is given is taken from the budget first.
-
-    Raises:
-        ConfigError: when the budget cannot hold one running sequence.
-    """
-    budget = parse_memory(config.memory, free_bytes)
-    longest = config.max_len or limits.max_positions or 8192
-    blocks = -(-longest // config.kv_block)
-    num_kv = config.num_kv_pages
-    if num_kv is None:
-        wanted = config.max_rows * blocks + 1
-        left = budget // 2
-        if config.num_state_pages is not None:
-            left = budget - config.num_state_pages * limits.state_page_bytes
-        num_kv = min(wanted, left // max(limits.kv_page_bytes, 1))
-    num_state = config.num_state_pages
-    if num_state is None:
-        left = budget - num_kv * limits.kv_page_bytes
-        wanted = 2 * config.max_rows + 4 * num_kv * config.kv_block // config.state_block + 4
-        num_state = min(wanted, left // max(limits.state_page_bytes, 1))
-    if num_kv < 2 or num_state < 4:
-        fixed = [n for n in ("num_kv_pages", "num_state_pages") if getattr(config, n) is not None]
-        raise ConfigError(
-            f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
-            f"of {limits.state_page_bytes:,} bytes and {max(num_kv, 0)} KV pages of "
-            f"{limits.kv_page_bytes:,} bytes; "
-            f"at least 4 and 2 are needed; raise memory{' or change ' + ', '.join(fixed) if fixed else ''}"
-        )
-    return num_state, num_kv
-
-
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
-
-
-def parse_memory(memory: Any, free_bytes: int) -> int:
-    """Bytes for a share of the free memory or an amount.
-
-    >>> parse_memory("50%", 1000), parse_memory("2KiB", 0), parse_memory(7, 0)
-    (500, 2048, 7)
-    """
-    if type(memory) is int and memory > 0:
-        return memory
-    text = str(memory).strip().upper().replace(" ", "")
-    try:
-        if text.endswith("%") and 0 < float(text[:-1]) <= 100:
-            return int(free_bytes * float(text[:-1]) / 100)
-        for unit, factor in _UNITS.items():
-            if text.endswith(unit) and float(text[: -len(unit)]) > 0:
-                return int(float(text[: -len(unit)]) * factor)
-        if text.isdecimal() and int(text) > 0:
-            return int(text)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(
-        f"Engine: memory={memory!r}; expected a share such as '80%' or an amount such as '8GiB'"
-    )
 
 
 def parse_hash_key(text: str | None) -> bytes | None:

@@ -1,4 +1,10 @@
-"""The turns of a chat as one growing prompt, without the oldest ones when they no longer fit."""
+"""
+The turns of a chat as one growing prompt, without the oldest ones when they no longer fit.
+
+When something must go, half of the room is made free at once.  The prompt then begins alike for many turns,
+and each of them resumes from the saved state of the one before; a pair dropped in every turn would change
+the beginning of every prompt, and all of it would be computed again each time.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +30,10 @@ class Conversation:
         """
         self._asked = [*self._turns, {"role": "user", "content": message}]
         token_ids = self._encode(self._asked)
-        while len(token_ids) > self._max_prompt_tokens and len(self._asked) > 1:
-            self._asked = self._asked[2:]  # a question and its answer
-            token_ids = self._encode(self._asked)
+        if len(token_ids) > self._max_prompt_tokens:
+            while len(token_ids) > self._max_prompt_tokens // 2 and len(self._asked) > 1:
+                self._asked = self._asked[2:]  # a question and its answer
+                token_ids = self._encode(self._asked)
         return token_ids
 
     def answered(self, text: str) -> int:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,11 @@ from midstream.errors import CapacityError, ConfigError, ContractError
 from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
+from midstream.runtime.events import EventLog
+from midstream.runtime.explain import sentence
 from midstream.runtime.intake import Prompt
 from midstream.runtime.interrupts import deferred_interrupt
+from midstream.runtime.metrics import prometheus_text
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.poison import poison_free_pages
 from midstream.runtime.request import Lookup, Output, Request
@@ -124,6 +127,7 @@ class Engine:
         priority: int = 0,
         salt: str | None = None,
         stream: bool = False,
+        checkpoint_at: Iterable[int] = (),
     ) -> Handle:
         """Queue a request; `step()` works on it.
 
@@ -132,12 +136,14 @@ class Engine:
             priority: smaller goes first.
             salt: requests share saved state only with requests of the same salt.
             stream: report every token in `step()`, not only the last.
+            checkpoint_at: numbers of prompt tokens after which the state is kept, for other requests
+                that begin with the same tokens.
         Raises:
             ConfigError: the prompt or a parameter can never work.
             CapacityError: the request can never fit.
         """
         self._check_open()
-        request = self._parts.intake.request(prompt, params, priority, salt, stream)
+        request = self._parts.intake.request(prompt, params, priority, salt, stream, checkpoint_at)
         self._requests[request.request_id] = request
         self._parts.scheduler.add(request)
         return Handle(request.request_id)
@@ -172,6 +178,11 @@ class Engine:
             "running": len(parts.scheduler.running),
             "output_tokens": parts.committer.num_tokens,
             "preemptions": parts.scheduler.num_preemptions,
+            "cache": parts.scheduler.admission.counters.as_dict()
+            | {
+                "lookups": parts.ownership.index.num_lookups,
+                "evictions": parts.ownership.index.evictions,
+            },
             "graph_replays": parts.runner.graphs.num_replays,
             "graph_fallbacks": dict(parts.runner.graphs.fallbacks),
             "pages": {
@@ -195,7 +206,19 @@ class Engine:
             )
         if lookup is None:
             return "waiting: not looked up yet"
-        return explain_lookup(lookup, self.config.cache_mode)
+        return sentence(lookup)
+
+    def metrics(self) -> str:
+        """The counters of `stats` in the text format of Prometheus."""
+        return prometheus_text(self.stats())
+
+    def watch_cache(self) -> EventLog:
+        """From now on, what is stored in and removed from the cache; for one reader."""
+        self._check_open()
+        index = self._parts.ownership.index
+        if index.log is None:
+            index.log = EventLog()
+        return index.log
 
     def weights_changed(self) -> None:
         """After the model's weights were changed: forget all saved state, capture again if they moved.
@@ -316,7 +339,8 @@ class Engine:
     def _finish(
         self, request: Request, reason: str, token_ids: tuple[int, ...], text: str | None
     ) -> None:
-        self._parts.scheduler.drop(request)
+        # the last state of an answer serves the next turn
+        self._parts.scheduler.drop(request, keep=reason in ("stop", "length"))
         try:
             whole = self._parts.emitter.finish(request, request.outputs)
         except BaseException as error:
@@ -419,15 +443,3 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ContractError("Engine: the engine is closed; make a new one")
-
-
-def explain_lookup(lookup: Lookup, cache_mode: str) -> str:
-    """One sentence on what a request reused, and what was lost for want of a state."""
-    if cache_mode == "none":
-        return "nothing reused: cache_mode is 'none'"
-    lost = lookup.kv_match - lookup.reused
-    text = (
-        f"reused {lookup.reused} of {lookup.asked} tokens; attention matches {lookup.kv_match}, "
-        f"the longest saved state below that is at {lookup.reused}"
-    )
-    return f"{text}; {lost} tokens lost for want of a state" if lost > 0 else text

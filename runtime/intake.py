@@ -37,11 +37,13 @@ class Intake:
         priority: int,
         salt: str | None,
         streamed: bool,
+        marks: Iterable[int] = (),
     ) -> Request:
         """A request ready for the scheduler.
 
         Raises:
-            ConfigError: an empty prompt, a wrong type, ids out of range, too many stop ids.
+            ConfigError: an empty prompt, a wrong type, ids out of range, too many stop ids, a mark
+                outside of the prompt.
             CapacityError: longer than the pools or the longest sequence hold.
         """
         params = SamplingParams() if params is None else params
@@ -80,6 +82,7 @@ class Intake:
             root=encode_extra({} if salt is None else {"salt": salt}),
             streamed=streamed,
             watched=streamed or bool(params.stop) or params.logprobs is not None,
+            marks=_marks(marks, len(tokens)),
         )
 
     def pair(
@@ -166,6 +169,16 @@ class Intake:
                 f"expected at most {MAX_STOP_IDS}; use stop strings for the others"
             )
         return ids
+
+
+def _marks(marks: Iterable[int], length: int) -> tuple[int, ...]:
+    found = list(marks)
+    if any(type(mark) is not int or not 1 <= mark <= length for mark in found):
+        raise ConfigError(
+            f"Engine: checkpoint_at={found}; expected whole numbers from 1 to {length}, the tokens of the "
+            "prompt; mark positions inside of the prompt"
+        )
+    return tuple(sorted(set(found)))
 
 
 def _check_params(params: Any) -> None:

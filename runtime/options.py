@@ -24,7 +24,9 @@ class EngineConfig:
     """Options of `midstream.Engine`.  Every field is also a flag of the command line."""
 
     cache_mode: str = option(
-        "align", '"none": no reuse; "align": checkpoints on the grid of state_block tokens'
+        "align",
+        '"none": no reuse; "align": checkpoints where retention says; "all": every block of '
+        "state_block tokens keeps its state while its request lives",
     )
     state_block: int = option(64, "tokens between checkpoints; a multiple of kv_block")
     kv_block: int = option(16, "tokens of a KV page, and the grid of resume points")
@@ -47,8 +49,19 @@ class EngineConfig:
         '"copyfree": layers read one page and write the next; "precopy": states are copied first; '
         '"auto": copyfree',
     )
+    mix: str | None = option(
+        None, 'sequences and tokens of each that must run at once, such as "64x4096"'
+    )
     retention: str | int | None = option(
-        "auto", "every boundary of state_block is kept, whatever this says"
+        "auto",
+        "states kept besides the ends of prompts and answers and the places where prompts part: "
+        '"auto": at powers of two; 0: none; n: every n tokens; none: every block',
+    )
+    eviction: str = option(
+        "value", '"value": saved work per byte, use and age; "lru": longest unused'
+    )
+    wait_for_prefix: bool = option(
+        True, "a request waits for a prefix that another computes at this moment"
     )
     state_dtype: str = option("float32", 'of recurrent state: "float32" or "bfloat16"')
     compile: str = option("auto", '"eager", "inductor", or "auto": inductor where there is a GPU')

@@ -10,20 +10,31 @@ Who holds each page of a pool, and which page goes next when room is needed.
 
 A page is free, cached (published under a key, held by nobody) or owned (held `refcount` times,
 published or not).  Page 0 is the null page: it belongs to the pool, is never handed out and is
-ignored wherever pages are shared or released.  The pool knows no keys; whoever does listens to
-evictions.
+ignored wherever pages are shared or released.  The pool knows no keys: whoever does decides which
+cached page goes (`Evictor`); without one it is the page that was released longest ago.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from midstream.errors import CapacityError, ConfigError, ContractError
 
 NULL_PAGE = 0  # equals ops.registry.NULL_PAGE; this file does without torch
 
 Pages = int | Sequence[int]  # one page or several; null pages among them are ignored
+
+
+class Evictor(Protocol):
+    """Knows what cached pages are good for."""
+
+    def make_room(self, pool: PagePool) -> None:
+        """Unpublish cached pages of the pool, one at least; called when `take` finds none free."""
+
+    def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
+        """Published pages have lost their last holder.  Some of them may be unpublished here."""
 
 
 class PagePool:
@@ -51,7 +62,7 @@ class PagePool:
         self._published = bytearray(num_pages)
         self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
-        self._evicted: Callable[[int], None] | None = None
+        self._evictor: Evictor | None = None
 
     @property
     def num_free(self) -> int:
@@ -80,20 +91,21 @@ class PagePool:
     def is_published(self, page: int) -> bool:
         return bool(self._published[page])
 
-    def on_evict(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(page)` when `take` evicts a cached page, before the page is handed out.
+    def oldest_cached(self) -> int:
+        """The cached page that was released longest ago; NULL_PAGE if none is cached."""
+        return next(iter(self._cached), NULL_PAGE)
 
-        The listener drops the page's keys; it may unpublish more pages, but takes and shares none.
-        """
-        if self._evicted is not None:
+    def set_evictor(self, evictor: Evictor) -> None:
+        """Let `evictor` choose what goes.  Raises ContractError when there is one already."""
+        if self._evictor is not None:
             raise ContractError(
-                f"PagePool {self.name}: a second listener for evictions; expected one owner of the "
-                "keys; make one index per pool"
+                f"PagePool {self.name}: a second evictor; expected one owner of the keys; "
+                "make one index per pool"
             )
-        self._evicted = listener
+        self._evictor = evictor
 
     def take(self, count: int) -> list[int]:
-        """Hand out `count` pages, each held once: free ones, then the longest unused cached ones.
+        """Hand out `count` pages, each held once: free ones, after evictions where they are short.
 
         Raises:
             CapacityError: fewer than `count` pages are free or cached; none was taken.
@@ -110,10 +122,13 @@ class PagePool:
                 "check the caller's sum"
             )
         while len(self._free) < count:
-            self._evict_one()
-        taken = [self._free.pop() for _ in range(count)]
+            self._evict()
+        # made before anything changes: what raises here takes nothing
+        keep = len(self._free) - count
+        taken = self._free[keep:][::-1]
         for page in taken:
             self._refcount[page] = 1
+        del self._free[keep:]
         return taken
 
     def share(self, pages: Pages) -> None:
@@ -148,10 +163,17 @@ class PagePool:
                     f"{self._refcount[page]} times; expected at most as many; "
                     "whoever released it before was not its owner or released it twice"
                 )
+        cached = []
         for page in reversed(held):
             self._refcount[page] -= 1
             if not self._refcount[page]:
-                self._put_back(page)
+                if self._published[page]:
+                    self._cached[page] = None
+                    cached.append(page)
+                else:
+                    self._free.append(page)
+        if cached and self._evictor is not None:
+            self._evictor.on_cached(self, cached)
 
     def publish(self, page: int) -> None:
         """Keep the content of an owned page after its last release.  It is never written again."""
@@ -163,7 +185,7 @@ class PagePool:
         self._published[page] = True
 
     def unpublish(self, page: int) -> None:
-        """Forget that a page is published; a cached page becomes free.  Calls no listener."""
+        """Forget that a page is published; a cached page becomes free."""
         self._published[page] = False
         if page in self._cached:
             del self._cached[page]
@@ -195,17 +217,17 @@ class PagePool:
                     "this is a bug in the pool"
                 )
 
-    def _put_back(self, page: int) -> None:
-        if self._published[page]:
-            self._cached[page] = None
+    def _evict(self) -> None:
+        before = len(self._free)
+        if self._evictor is None:
+            self.unpublish(self.oldest_cached())
         else:
-            self._free.append(page)
-
-    def _evict_one(self) -> None:
-        page = next(iter(self._cached))
-        self.unpublish(page)
-        if self._evicted is not None:
-            self._evicted(page)
+            self._evictor.make_room(self)
+        if len(self._free) <= before:
+            raise ContractError(
+                f"PagePool {self.name}: {self.num_cached} pages are cached and none was evicted; "
+                "expected one at least; this is a bug in the evictor"
+            )
 
     def _without_null(self, pages: Pages) -> list[int]:
         listed = (pages,) if isinstance(pages, int) else pages

@@ -23,6 +23,7 @@ class Chunk:
     begin: int  # tokens before the step
     end: int  # tokens after it
     samples: bool  # the chunk reaches the last known token, so that the step samples the next
+    wanted: dict[int, bool] = field(default_factory=dict)  # positions to keep; True: a guess
     export_position: list[int] = field(default_factory=list)  # ascending, inside (begin, end)
     export_page: list[int] = field(default_factory=list)
 
@@ -35,6 +36,20 @@ class Publication:
     epoch: int
     position: int
     page: int
+    is_passing: bool = False  # the request's next boundary replaces it
+
+
+@dataclass(slots=True)
+class Ending:
+    """What a request that left its slot computed last: published when the step that wrote it is committed."""
+
+    keys: list[int]
+    root: bytes
+    num_tokens: int
+    tail: tuple[int, ...]  # tokens behind the last whole block
+    first_block: int  # of `kv_pages`
+    kv_pages: list[int] = field(default_factory=list)  # held by the ending
+    state_page: int = 0  # held by the ending
 
 
 @dataclass(slots=True)
@@ -51,6 +66,19 @@ class StepPlan:
     publications: list[Publication]
     released: list[int]  # state pages that nothing needs once the step is committed
     num_logprobs: int  # best alternatives asked for by any row
+    kv_copies: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # pages (from, to), ahead of the step
+    released_kv: list[int] = field(default_factory=list)  # KV pages likewise
+    fresh: set[int] = field(default_factory=set)  # state pages that this step is the first to write
+    endings: list[Ending] = field(default_factory=list)
+    is_over: bool = False  # committed or given up
+
+    @staticmethod
+    def empty(deltas: dict[int, int]) -> StepPlan:
+        """No rows yet."""
+        none = np.zeros(0, np.int32)
+        return StepPlan([], none, none, none, none, none.astype(np.int64), deltas, [], [], 0)
 
     @property
     def num_rows(self) -> int:

@@ -45,9 +45,21 @@ def summary_lines(
         f"{num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s; "
         f"first token after {_first_token_ms(outputs)}; "
         f"{num_cached} of {num_prompt} prompt tokens reused",
+        cache_line(stats),
         f"device {device}; {stats['graph_replays']} graph replays; "
         f"fallbacks: {fallbacks or 'none'}",
     ]
+
+
+def cache_line(stats: dict[str, Any]) -> str:
+    """What prompts found in the cache, and why they found no more."""
+    cache = stats["cache"]
+    reasons = ", ".join(f"{why}: {n}" for why, n in cache["reasons"].items())
+    return (
+        f"cache: attention matched {cache['matched_kv']} and states {cache['matched_state']} of "
+        f"{cache['asked']} tokens, {cache['reused']} reused, {cache['lost_for_state']} lost for want of a "
+        f"state; {reasons or 'nothing was looked up'}"
+    )
 
 
 def logprob_lines(outputs: Sequence[Output], tokenizer: Any | None) -> Iterator[str]:

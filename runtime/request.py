@@ -5,12 +5,16 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from midstream.runtime.sampling import SamplingParams
 from midstream.runtime.slots import SlotSampling
+
+if TYPE_CHECKING:
+    from midstream.runtime.coordinator import Hit
 
 
 class Phase(enum.Enum):
@@ -63,8 +67,9 @@ class Lookup:
 
     asked: int  # known tokens, less the one that must be computed
     kv_match: int  # longest prefix with KV pages
-    state_match: int  # longest prefix with a state page
+    state_match: int  # longest prefix with a state page, reachable or not
     reused: int  # the resume point
+    reason: str  # why it was no more; a key of `explain.REASONS`
 
 
 @dataclass(slots=True, eq=False)
@@ -80,6 +85,7 @@ class Request:
     root: bytes  # extra key bytes of the hash chain (salt, adapter)
     streamed: bool  # the user wants each token as it arrives
     watched: bool  # each token needs the host: streamed, or stop strings, or logprobs
+    marks: tuple[int, ...] = ()  # prompt positions whose state the application wants kept
     arrived: float = field(default_factory=time.perf_counter)
     phase: Phase = Phase.WAITING
     slot: int = -1
@@ -89,6 +95,19 @@ class Request:
     kv_pages: list[int] = field(default_factory=list)
     running_page: int = 0  # state page that the next tokens update, 0 if none
     resume_page: int = 0  # checkpoint held until the first chunk has read it
+    tail_page: int = (
+        0  # KV page of the checkpoint's last tokens, held until the first chunk copies it
+    )
+    state_pages: list[int] = field(default_factory=list)  # checkpoints held to the end (mode "all")
+    boundaries: list[tuple[int, int]] = field(
+        default_factory=list
+    )  # key and page of the latest checkpoints of the answer, two at most
+    junction: int = 0  # where others part from this prompt, and no state is
+    found: tuple[int, Hit] | None = (
+        None  # last lookup while waiting, and the index's generation then
+    )
+    passed_by: int = 0  # requests behind it that were admitted while it had no room
+    has_waited: bool = False  # for a state under way
     lookup: Lookup | None = None  # of the first admission
     preempted_in: int = -1  # scheduling pass that took the slot away
     admitted_at: float | None = None
@@ -106,6 +125,18 @@ class Request:
     def last_computed(self) -> int:
         """Tokens computed when nothing is left to schedule: the last output is never fed back."""
         return len(self.prompt) + self.max_tokens - 1
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the prompt and of the outputs, of a request that is not in a slot."""
+        return len(self.prompt) + len(self.outputs)
+
+    def known(self, begin: int, end: int) -> tuple[int, ...]:
+        """Known tokens [begin, end) of a request that is not in a slot."""
+        length = len(self.prompt)
+        if end <= length:
+            return tuple(self.prompt[begin:end].tolist())
+        return tuple(self.known_tokens()[begin:end].tolist())
 
     def known_tokens(self) -> npt.NDArray[np.int32]:
         """Prompt and outputs of a request that is not in a slot."""

@@ -52,13 +52,15 @@ class StepRunner:
         self,
         step: DeviceStep,
         live: LiveTable,
+        kv: Tensor,
         kv_block: int,
         graph_rows: tuple[int, ...],
         graph_chunks: tuple[GraphKey, ...],
     ) -> None:
-        """`graph_rows` and `graph_chunks`: the steps that are captured, ascending."""
+        """`kv`: the arena of KV pages.  `graph_rows` and `graph_chunks`: the captured steps, ascending."""
         self.step = step
         self.live = live
+        self.kv = kv
         self.kv_block = kv_block
         self.device = step.slots.flat.device
         pinned = self.device.type == "cuda"
@@ -99,6 +101,8 @@ class StepRunner:
         if self.device.type == "cpu":
             check_addresses(self._bound, self.step.addresses(), "StepRunner")
         self._flush_deltas(plan)
+        for source, target in plan.kv_copies:  # few: a request that resumes inside a block has one
+            self.kv[target].copy_(self.kv[source], non_blocking=True)
         if plan.kind == "decode":
             rows, logits = self._launch_decode(plan)
         else:

@@ -14,32 +14,35 @@ from bisect import insort
 import numpy as np
 
 from midstream.errors import CapacityError
-from midstream.runtime.hashing import BlockHasher, as_keys
+from midstream.runtime.admission import Admission
+from midstream.runtime.checkpoints import Checkpoints
+from midstream.runtime.coordinator import Hit
+from midstream.runtime.explain import look_back
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.ownership import PageOwnership
-from midstream.runtime.plan import Chunk, Publication, StepPlan
-from midstream.runtime.request import Lookup, Phase, Request
+from midstream.runtime.plan import Chunk, StepPlan
+from midstream.runtime.request import Phase, Request
 from midstream.runtime.slots import SlotLayout
 
 
 class Scheduler:
-    """Owner of the queue and of the live requests' order."""
+    """Owner of the live requests' order."""
 
     def __init__(
         self,
         live: LiveTable,
         layout: SlotLayout,
         ownership: PageOwnership,
-        hasher: BlockHasher | None,
+        checkpoints: Checkpoints,
+        admission: Admission,
         max_step_tokens: int,
     ) -> None:
-        """`hasher` None: no prefix is looked up, exported or published."""
         self.live = live
         self.layout = layout
         self.ownership = ownership
-        self.hasher = hasher
+        self.checkpoints = checkpoints
+        self.admission = admission
         self.max_step_tokens = max_step_tokens
-        self.waiting: list[Request] = []  # in order
         self.running: list[Request] = []  # in slots, in order
         self.preempted: dict[
             int, Request
@@ -50,6 +53,12 @@ class Scheduler:
         self._decoding_stale = False
         self._pass = 0
         self._unsent: dict[int, int] = {}  # deltas of passes that came to no step
+        self._flight: StepPlan | None = None  # the latest step; over once it is committed or lost
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The queue, in order."""
+        return self.admission.waiting
 
     @property
     def num_unfinished(self) -> int:
@@ -57,24 +66,30 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        insort(self.waiting, request, key=lambda r: r.order)
+        self.admission.add(request)
 
-    def drop(self, request: Request) -> None:
-        """Forget a request, wherever it is.  Its pages go back; its row in a step in flight is void."""
+    def drop(self, request: Request, keep: bool = False) -> None:
+        """Forget a request, wherever it is.  Its pages go back; its row in a step in flight is void.
+
+        `keep`: the answer is complete, so that its last state is worth keeping.
+        """
         if request.phase is Phase.WAITING:
-            self.waiting.remove(request)
+            self.admission.remove(request)
         elif request.phase is not Phase.FINISHED:
-            self._leave_slot(request)
+            self._leave_slot(request, set() if keep else None)
         request.phase = Phase.FINISHED
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        plan = _empty_plan(self._unsent)
+        plan = StepPlan.empty(self._unsent)
         try:
-            return self._fill(plan)
+            plan_or_none = self._fill(plan)
         except BaseException:
             self.ownership.give_back(plan)
             raise
+        if plan_or_none is not None:
+            self._flight = plan
+        return plan_or_none
 
     def _fill(self, plan: StepPlan) -> StepPlan | None:
         self._pass += 1
@@ -94,15 +109,6 @@ class Scheduler:
         request.phase = Phase.DECODE
         self._prefilling.remove(request)
         self._decoding_stale = True
-
-    def keys(self, request: Request, num_tokens: int) -> list[int]:
-        """Block keys of the first `num_tokens` tokens of a live request, hashing what is new."""
-        assert self.hasher is not None
-        done, block = len(request.hashes), self.hasher.block
-        if done < num_tokens // block:
-            tokens = self.live.tokens[request.slot, done * block : num_tokens]
-            self._extend_keys(request, tokens)
-        return request.hashes
 
     # -- decode ---------------------------------------------------------------------------------
 
@@ -135,85 +141,72 @@ class Scheduler:
 
     def _add_chunk(self, plan: StepPlan, request: Request, budget: int) -> int:
         """Schedule the next known tokens of a request; the number of tokens, 0 when there is no room."""
+        checkpoints = self.checkpoints
         begin = int(self.live.computed[request.slot])
         known = len(request.prompt) + len(request.outputs)
         end = min(known, begin + budget)
-        if not self._make_room(request, begin, end, plan):
+        wanted = checkpoints.wanted(request, begin, end)
+        end = checkpoints.end_of_chunk(begin, end, wanted)
+        wanted = {position: guess for position, guess in wanted.items() if position <= end}
+        kept = checkpoints.kept_by_request(wanted, end)
+        if not self._make_room(request, begin, end, plan, len(kept)):
             return 0
-        plan.chunks.append(Chunk(request, request.epoch, begin, end, samples=end == known))
+        chunk = Chunk(request, request.epoch, begin, end, samples=end == known, wanted=wanted)
+        plan.chunks.append(chunk)
+        checkpoints.begin(chunk, kept)
         return end - begin
-
-    def _choose_exports(self, plan: StepPlan, chunk: Chunk) -> None:
-        """Checkpoints of a chunk: block boundaries, and the last grid positions of the prompt.
-
-        The last one below `known` serves the same prompt again, the one at `known` its continuation.
-        Exports take pages that no live request may need for its own next step; they never make one wait.
-        """
-        request, own = chunk.request, self.ownership
-        grid, block = own.kv_block, own.state_block
-        known = len(request.prompt) + len(request.outputs)
-        wanted = set(range((chunk.begin // block + 1) * block, chunk.end + 1, block))
-        wanted |= {(known - 1) // grid * grid, known // grid * grid}
-        keys = self.keys(request, chunk.end)
-        for position in sorted(p for p in wanted if chunk.begin < p <= chunk.end):
-            if own.index.has_state(keys[position // grid - 1]):
-                continue
-            if position == chunk.end:
-                self._publish_running(plan, request, position)
-                self.live.relocate[request.slot] = bool(position % block)
-            elif own.state_pool.available > len(self.running):
-                (page,) = own.state_pool.take(1)
-                chunk.export_position.append(position)
-                chunk.export_page.append(page)
 
     # -- admission --------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        for request in list(self.waiting):
-            if budget <= 0 or not self.live.num_free or not self.ownership.can_admit_any():
+        if budget <= 0 or not self.live.num_free:
+            return
+        for request, hit in self.admission.candidates(self._pass):
+            self._start(request, hit, plan)
+            budget -= self._add_chunk(plan, request, budget)
+            if budget <= 0 or not self.live.num_free:
                 return
-            if request.preempted_in != self._pass and self._try_admit(request, plan):
-                budget -= self._add_chunk(plan, request, budget)
 
-    def _try_admit(self, request: Request, plan: StepPlan) -> bool:
-        own, num_known = self.ownership, len(request.prompt) + len(request.outputs)
-        if self.hasher is not None and len(request.hashes) < num_known // self.hasher.block:
-            new = request.known_tokens()[len(request.hashes) * own.kv_block :]
-            self._extend_keys(request, new)
-        hit = own.index.lookup(request.hashes, num_known - 1)
-        if not own.can_admit(hit, num_known):
-            return False
+    def _start(self, request: Request, hit: Hit, plan: StepPlan) -> None:
+        """Put a waiting request into a slot, with the pages of its hit."""
         known = request.known_tokens()
-        own.adopt(request, hit)
-        slot = self.live.take(request, known, hit.num_tokens)
-        plan.deltas |= self.layout.admission(slot, hit.num_tokens, hit.state_page, request.sampling)
-        own.write_tables(request, plan.deltas)
-        self.waiting.remove(request)
+        self._look_back(request, hit)
+        try:
+            self.ownership.adopt(request, hit)
+            slot = self.live.take(request, known, hit.num_tokens)
+        except BaseException:
+            self.ownership.release(request)
+            raise
+        self.admission.remove(request)
+        request.phase = Phase.PREFILL
         insort(self.running, request, key=lambda r: r.order)
         insort(self._prefilling, request, key=lambda r: r.order)
-        request.phase = Phase.PREFILL
+        plan.deltas |= self.layout.admission(slot, hit.num_tokens, hit.state_page, request.sampling)
+        self.ownership.write_tables(request, plan.deltas)
+        request.junction, request.boundaries = hit.junction, []
+
+    def _look_back(self, request: Request, hit: Hit) -> None:
+        """Count what the request found; what it found first is what it reports."""
+        asked, is_on = request.num_known - 1, self.checkpoints.is_on
+        lookup = look_back(self.ownership.index, request.hashes, hit, asked, is_on)
+        self.admission.counters.count(lookup, request.lookup is not None)
         if request.lookup is None:
             request.admitted_at = time.perf_counter()
-            request.lookup = Lookup(
-                num_known - 1, hit.kv_match_tokens, hit.state_match_tokens, hit.num_tokens
-            )
-        return True
-
-    def _extend_keys(self, request: Request, tokens: I32) -> None:
-        if self.hasher is not None:
-            parent = request.hashes[-1] if request.hashes else None
-            extra = b"" if request.hashes else request.root
-            request.hashes += as_keys(self.hasher.extend(parent, tokens, extra))
+            request.lookup = lookup
 
     # -- room -------------------------------------------------------------------------------------
 
-    def _make_room(self, request: Request, begin: int, end: int, plan: StepPlan) -> bool:
-        """Grow the request, preempting later ones as needed; False when even that does not help."""
+    def _make_room(
+        self, request: Request, begin: int, end: int, plan: StepPlan, more: int = 0
+    ) -> bool:
+        """Grow the request, taking from what is kept and from later ones; False when that does not help."""
         while True:
             try:
-                self.ownership.grow(request, begin, end, plan)
+                self.ownership.grow(request, begin, end, plan, more)
                 return True
             except CapacityError:
+                if self._flight is not None and self.ownership.give_up_endings(self._flight):
+                    continue
                 victim = self.running[-1]
                 if victim.order <= request.order:
                     return False
@@ -221,16 +214,23 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Take the slot and the pages away; the request starts again from a new lookup."""
+        for chunk in plan.chunks:
+            if chunk.request is request:
+                self.ownership.give_back_exports(chunk)
         plan.chunks = [chunk for chunk in plan.chunks if chunk.request is not request]
         epoch = request.epoch
-        self._leave_slot(request)
+        self._leave_slot(request, plan.fresh)
         request.phase = Phase.WAITING
         request.preempted_in = self._pass
         self.num_preemptions += 1
         self.preempted[epoch] = request
         self.add(request)
 
-    def _leave_slot(self, request: Request) -> None:
+    def _leave_slot(self, request: Request, unwritten: set[int] | None) -> None:
+        """`unwritten`: state pages that nothing has written yet; None: keep no state of the request."""
+        self.ownership.index.expect_no_more(request.epoch)
+        if unwritten is not None:
+            self.checkpoints.leave(request, self._flight, unwritten)
         self._decoding_stale = True
         self.running.remove(request)
         if request.phase is Phase.PREFILL:
@@ -259,26 +259,8 @@ class Scheduler:
                 self.to_decode(chunk.request)
         plan.epoch = live.epoch[plan.slot]
         live.computed[plan.slot] += plan.num_new
-        if self.hasher is not None:
-            for chunk in plan.chunks:
-                self._choose_exports(plan, chunk)
-            self._publish_boundaries(plan, rows)
+        if self.checkpoints.is_on:
+            self.checkpoints.take_pages(plan, len(self.running))
+            self.checkpoints.at_boundaries(plan, rows)
         plan.num_logprobs = int(live.num_logprobs[plan.slot].max())
         return plan
-
-    def _publish_boundaries(self, plan: StepPlan, rows: I32) -> None:
-        """Decoding rows whose running state comes to stand on a block boundary leave a checkpoint."""
-        after = self.live.computed[rows]
-        for slot in rows[after % self.ownership.state_block == 0].tolist():
-            request = self.live.request[slot]
-            assert request is not None
-            self._publish_running(plan, request, int(self.live.computed[slot]))
-
-    def _publish_running(self, plan: StepPlan, request: Request, position: int) -> None:
-        page = request.running_page
-        plan.publications.append(Publication(request, request.epoch, position, page))
-
-
-def _empty_plan(deltas: dict[int, int]) -> StepPlan:
-    none = np.zeros(0, np.int32)
-    return StepPlan([], none, none, none, none, none.astype(np.int64), deltas, [], [], 0)

@@ -145,6 +145,7 @@ def hash_engine(
     ownership = engine._parts.ownership
     lowered: Any = engine._parts.lowered
     lowered.memory.books = (ownership.state_pool, ownership.kv_pool)
+    lowered.memory.protected = ownership.index.protected
     try:
         yield engine
         settle(engine)

@@ -8,7 +8,7 @@ function of the hash.  Letters: N pages, B tokens of a KV page.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,8 +65,9 @@ class HashMemory:
         self.kv = kv.reshape(len(kv), kv_block, 2)  # f64[N, B, 2]
         self.kv_block = kv_block
         self.books: tuple[PagePool, PagePool] | None = (
-            None  # state, KV: published pages stay as they are
+            None  # state, KV: what is published stays as it is
         )
+        self.protected: Callable[[int], int] | None = None  # published tokens of a KV page
 
     @staticmethod
     def allocate(num_state_pages: int, num_kv_pages: int, kv_block: int) -> HashMemory:
@@ -94,10 +95,16 @@ class HashMemory:
             assert row.read_page not in others, f"state page {row.read_page} is read and written"
         kv_writes = [page for row in rows for page in row.kv_pages[row.begin // self.kv_block :]]
         assert len(kv_writes) == len(set(kv_writes)), f"KV pages written twice: {kv_writes}"
-        if self.books is not None:
-            for pool, pages in zip(self.books, (writes, kv_writes), strict=True):
-                published = [page for page in pages if pool.is_published(page)]
-                assert not published, f"published {pool.name} pages are written: {published}"
+        if self.books is not None and self.protected is not None:
+            published = [page for page in writes if self.books[0].is_published(page)]
+            assert not published, f"published state pages are written: {published}"
+            for row in rows:
+                first = row.begin // self.kv_block
+                for block, page in enumerate(row.kv_pages[first:], start=first):
+                    begin = max(row.begin - block * self.kv_block, 0)
+                    assert begin >= self.protected(page), (
+                        f"published tokens of KV page {page} are written"
+                    )
 
     def _read(self, row: HashRow) -> int:
         """The hash before the step, the same in the state page and in the KV pages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count, pairwise
@@ -10,6 +10,9 @@ from itertools import count, pairwise
 import numpy as np
 from hash_model import VOCAB, HashMemory, HashRow, answer
 
+from midstream.runtime.admission import Admission
+from midstream.runtime.chains import Chains
+from midstream.runtime.checkpoints import Checkpoints
 from midstream.runtime.commit import Committer, StepResult
 from midstream.runtime.hashing import BlockHasher, as_keys
 from midstream.runtime.live import LiveTable
@@ -18,6 +21,7 @@ from midstream.runtime.pages import PagePool
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.prefix import PrefixIndex
 from midstream.runtime.request import Request
+from midstream.runtime.retention import Retention
 from midstream.runtime.sampling import SamplingParams
 from midstream.runtime.scheduler import Scheduler
 from midstream.runtime.slots import NO_COL, SlotLayout, SlotSampling
@@ -34,12 +38,17 @@ class Case:
     num_state_pages: int = 30
     num_kv_pages: int = 80
     max_len: int = 64
-    cached: bool = True
+    mode: str = "align"
+    retention: str | int | None = None  # every boundary
+    exports: int | None = 1  # export alignment of the model's scans
+    waits: bool = True
+    eviction: str = "value"
+    patience: int = 64
 
     @property
     def block(self) -> int:
         """Tokens of a column of the state table."""
-        return self.state_block if self.cached else self.max_len
+        return self.max_len if self.mode == "none" else self.state_block
 
 
 class Rig:
@@ -53,15 +62,38 @@ class Rig:
         self.live = LiveTable(layout, case.max_len)
         self.kv_pool = PagePool(case.num_kv_pages, "kv")
         self.state_pool = PagePool(case.num_state_pages, "state")
-        self.index = PrefixIndex(self.kv_pool, self.state_pool, case.kv_block)
-        self.ownership = PageOwnership(
-            self.live, layout, self.kv_pool, self.state_pool, self.index, case.kv_block, case.block
+        self.index = PrefixIndex(
+            self.kv_pool, self.state_pool, case.kv_block, eviction=case.eviction
         )
-        hasher = BlockHasher(block=case.kv_block, key=bytes(16)) if case.cached else None
-        self.scheduler = Scheduler(self.live, layout, self.ownership, hasher, case.max_step_tokens)
+        self.ownership = PageOwnership(
+            self.live, layout, self.kv_pool, self.state_pool, self.index, case.kv_block, case.block,
+            case.mode == "all",
+        )  # fmt: skip
+        hasher = None
+        if case.mode != "none":
+            hasher = BlockHasher(block=case.kv_block, key=bytes(16))
+        chains = Chains(hasher, self.live)
+        every = None if case.mode == "all" else case.retention
+        self.checkpoints = Checkpoints(
+            self.live,
+            self.ownership,
+            chains,
+            Retention(every, case.block, case.kv_block),
+            case.exports,
+        )
+        self.admission = Admission(self.ownership, chains, case.waits, case.patience)
+        self.scheduler = Scheduler(
+            self.live,
+            layout,
+            self.ownership,
+            self.checkpoints,
+            self.admission,
+            case.max_step_tokens,
+        )
         self.committer = Committer(self.live, self.ownership, self.scheduler)
         self.device = Device(layout, case)
         self.device.memory.books = (self.state_pool, self.kv_pool)
+        self.device.memory.protected = self.index.protected
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()
         self.requests: list[Request] = []
         self.done: dict[int, list[int]] = {}  # outputs by request id
@@ -74,6 +106,7 @@ class Rig:
         priority: int = 0,
         stop: int | None = None,
         root: bytes = b"",
+        marks: Sequence[int] = (),
     ) -> Request:
         stop_ids = () if stop is None else (stop,)
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=stop_ids)
@@ -87,6 +120,7 @@ class Rig:
             root=root,
             streamed=False,
             watched=False,
+            marks=tuple(marks),
         )
         self.requests.append(request)
         self.scheduler.add(request)
@@ -126,9 +160,7 @@ class Rig:
 
     def preempt(self, request: Request) -> None:
         """As a pass does that needs the request's room."""
-        none = np.zeros(0, np.int32)
-        plan = StepPlan([], none, none, none, none, none.astype(np.int64), {}, [], [], 0)
-        self.scheduler._preempt(request, plan)
+        self.scheduler._preempt(request, StepPlan.empty({}))
 
     def break_step(self, plan: StepPlan) -> None:
         """What `Engine` does with a step that failed."""
@@ -138,7 +170,7 @@ class Rig:
         self.ownership.give_back(plan)
 
     def finish(self, request: Request) -> None:
-        self.scheduler.drop(request)
+        self.scheduler.drop(request, keep=True)
         self.done[request.request_id] = request.outputs
 
     def run(self) -> None:
@@ -149,6 +181,34 @@ class Rig:
             assert turn < 5000, "stuck"
         assert not self.scheduler.num_unfinished, "requests wait for ever"
         self.check_idle()
+
+    def check_owners(self) -> None:
+        """Every hold of a page is accounted for: by a live request, or by a step in flight."""
+        for pool, held in (
+            (self.kv_pool, self._kv_holds()),
+            (self.state_pool, self._state_holds()),
+        ):
+            counts = Counter(page for page in held if page)
+            found = {p: pool.refcount(p) for p in range(1, pool.num_pages) if pool.refcount(p)}
+            assert found == counts, f"{pool.name}: held {found}, accounted for {dict(counts)}"
+        running = [r.running_page for r in self.scheduler.running if r.running_page]
+        assert len(running) == len(set(running)), f"two requests run on one page: {running}"
+
+    def _kv_holds(self) -> list[int]:
+        pages = [page for r in self.scheduler.running for page in [*r.kv_pages, r.tail_page]]
+        for plan, _ in self.flights:
+            pages += plan.released_kv
+            pages += [page for ending in plan.endings for page in ending.kv_pages]
+        return pages
+
+    def _state_holds(self) -> list[int]:
+        pages: list[int] = []
+        for r in self.scheduler.running:
+            pages += [r.running_page, r.resume_page, *r.state_pages]
+        for plan, _ in self.flights:
+            pages += plan.released + [ending.state_page for ending in plan.endings]
+            pages += [page for chunk in plan.chunks for page in chunk.export_page]
+        return pages
 
     def check_idle(self) -> None:
         self.index.check_books()
@@ -164,7 +224,7 @@ class Rig:
 
     def has_state(self, prompt: Sequence[int], position: int) -> bool:
         """Whether a prompt may resume at `position`."""
-        hasher = self.scheduler.hasher
+        hasher = self.checkpoints.chains.hasher
         assert hasher is not None
         keys = as_keys(hasher.extend(None, np.array(prompt[:position], np.int32)))
         return self.index.has_state(keys[-1])
@@ -185,6 +245,8 @@ class Device:
     def run(self, plan: StepPlan, live: LiveTable) -> StepResult:
         for index, value in plan.deltas.items():
             self.slots[index] = value
+        for source, target in plan.kv_copies:
+            self.memory.kv[target] = self.memory.kv[source]
         rows = [self._row(plan, live, row) for row in range(plan.num_rows)]
         tokens = np.array(self.memory.run(rows), np.int32)
         tokens[plan.samples == 0] = -1

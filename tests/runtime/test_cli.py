@@ -67,8 +67,8 @@ def test_configuration_comes_first_and_numbers_last_on_stderr(bytes_model, capsy
     assert " kv_block=32 " in lines[0]
     assert "hash_key=given" in lines[0]
     assert "ab" * 16 not in lines[0]
-    assert lines[-2].startswith("6 tokens in ")
-    assert lines[-2].endswith("0 of 9 prompt tokens reused")
+    assert lines[-3].startswith("6 tokens in ")
+    assert lines[-3].endswith("0 of 9 prompt tokens reused")
     assert lines[-1].startswith("device cpu; 0 graph replays; fallbacks: ")
 
 
@@ -81,8 +81,8 @@ def test_a_chat_resumes_from_the_turns_before(bytes_model, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{STEM}\n\n{STEM}\n"))
     assert generate(bytes_model, "--chat") == 0
     captured = capsys.readouterr()
-    assert captured.err.splitlines()[-2].startswith("12 tokens in ")
-    reused = int(captured.err.splitlines()[-2].split("; ")[-1].split()[0])
+    assert captured.err.splitlines()[-3].startswith("12 tokens in ")
+    reused = int(captured.err.splitlines()[-3].split("; ")[-1].split()[0])
     assert reused >= 64
 
 
@@ -92,7 +92,7 @@ def test_a_full_history_loses_its_oldest_questions_and_a_line_too_long_is_report
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{STEM}\n{STEM}\n{'y' * 400}\n{STEM}\n"))
     assert generate(bytes_model, "--chat", "--max-len", "200") == cli.FAILED
     captured = capsys.readouterr()
-    assert captured.err.count("oldest questions dropped: 1") == 1
+    assert captured.err.count("oldest questions dropped: 2") == 1
     assert captured.err.count("this line has no answer: Engine: the prompt has 401 tokens") == 1
     assert "\n18 tokens in " in captured.err
 
@@ -129,7 +129,7 @@ def test_text_is_refused_where_the_model_has_no_tokenizer(ids_model, capsys, inp
             ("--prompt", "a", "--state-block", "24"),
             "state_block=24 is not a multiple of kv_block=16",
         ),
-        (("--prompt", "a", "--cache-mode", "all"), "not built yet"),
+        (("--prompt", "a", "--cache-mode", "some"), "expected one of 'none', 'align', 'all'"),
         (("--prompt", "a", "--top-p", "0"), "SamplingParams: top_p is 0"),
         (("--prompt", ""), "the prompt is empty"),
         (("--prompt-file", "/no/such/file"), "cannot be read"),

@@ -9,18 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from midstream import ConfigError, UnsupportedError
+from midstream import ConfigError
 from midstream.graphs.table import GraphKey, smallest_fit
 from midstream.runtime.config import (
     EngineConfig,
     ModelLimits,
     ResolvedConfig,
-    check_options,
     chunk_ladder,
     engine_config,
     ladder,
-    parse_memory,
-    plan_pages,
     resolve,
 )
 from midstream.runtime.stage import stage_limits
@@ -93,6 +90,11 @@ def test_the_longest_sequence_is_the_least_of_wish_model_and_pages(
         ({"state_block": 40}, "state_block=40 is not a multiple of kv_block=16.*state_block=48"),
         ({"retention": -1}, "retention=-1"),
         ({"retention": True}, "retention=True"),
+        ({"retention": 40}, "retention=40 is not a multiple of kv_block=16.*retention=48"),
+        ({"eviction": "fifo"}, "eviction='fifo'; expected one of 'value', 'lru'"),
+        ({"wait_for_prefix": 1}, "wait_for_prefix=1; expected True or False"),
+        ({"mix": "64"}, "mix='64'; expected sequences x tokens of each"),
+        ({"cache_mode": "some"}, "cache_mode='some'; expected one of 'none', 'align', 'all'"),
         ({"graphs": "on"}, "graphs='on'; expected one of 'full', 'off'"),
         ({"migration": "copy"}, "expected one of 'auto', 'copyfree', 'precopy'"),
         ({"state_dtype": "float16"}, "state_dtype='float16'"),
@@ -108,9 +110,11 @@ def test_what_can_never_work_is_refused_with_the_value(
         resolved(**options)
 
 
-def test_a_mode_that_is_planned_is_unsupported_and_not_unknown() -> None:
-    with pytest.raises(UnsupportedError, match="'all'"):
-        check_options(EngineConfig(cache_mode="all"))
+def test_mode_all_keeps_every_block_and_a_sequence_is_no_longer_than_its_states_fit() -> None:
+    config = resolved(cache_mode="all", num_state_pages=9, num_kv_pages=60, max_rows=2)
+    assert config.retention is None and config.max_len == 5 * 64
+    with pytest.raises(ConfigError, match="max_len=321 exceeds the 320 tokens whose states"):
+        resolved(cache_mode="all", num_state_pages=9, num_kv_pages=60, max_len=321)
 
 
 def test_an_unknown_option_names_its_neighbour_or_all_that_there_are() -> None:
@@ -160,103 +164,3 @@ def test_graphs_off_captures_nothing() -> None:
     assert config.graph_rows == config.graph_chunks == ()
     # a decode step has no more rows than a step has tokens
     assert resolved(max_rows=100, max_step_tokens=6).graph_rows == (1, 2, 4, 6)
-
-
-# -- memory -----------------------------------------------------------------------------------------
-
-
-def test_pages_are_planned_from_the_stated_mix() -> None:
-    # 2 rows of 1000 tokens: 63 KV pages each, and the null page; four states per block, two per row
-    config = EngineConfig(max_rows=2, memory=10_000 * MIB)
-    assert plan_pages(config, LIMITS, 0) == (2 * 2 + 4 * 127 * 16 // 64 + 4, 127)
-    # half of a small budget goes to KV, the rest to states
-    assert plan_pages(replace(config, memory=100 * MIB), LIMITS, 0) == (16, 50)
-    assert plan_pages(replace(config, memory="50%"), LIMITS, 200 * MIB) == (16, 50)
-    # given numbers are taken from the budget first
-    assert plan_pages(replace(config, memory=100 * MIB, num_kv_pages=70), LIMITS, 0) == (10, 70)
-    assert plan_pages(replace(config, memory=100 * MIB, num_state_pages=30), LIMITS, 0) == (30, 10)
-    assert plan_pages(replace(config, memory=1, num_state_pages=30, num_kv_pages=9), LIMITS, 0) == (
-        30,
-        9,
-    )
-
-
-@given(
-    budget=st.integers(1, 10**6),
-    state_bytes=st.integers(0, 5000),
-    kv_bytes=st.integers(0, 500),
-    max_rows=st.integers(1, 64),
-    max_len=st.sampled_from((None, 16, 500)),
-    num_state_pages=st.sampled_from((None, 4, 50)),
-    num_kv_pages=st.sampled_from((None, 33, 200)),
-)
-def test_planned_pages_fit_the_budget_or_are_refused(
-    budget: int, state_bytes: int, kv_bytes: int, **options: Any
-) -> None:
-    config = EngineConfig(memory=budget, **options)
-    limits = ModelLimits(None, state_bytes, kv_bytes, is_cuda=False)
-    try:
-        num_state, num_kv = plan_pages(config, limits, 0)
-    except ConfigError as error:
-        assert f"({budget:,} bytes)" in str(error)
-        return
-    assert num_state >= 4 and num_kv >= 2
-    if None in (config.num_state_pages, config.num_kv_pages):
-        assert num_state * state_bytes + num_kv * kv_bytes <= budget
-
-
-def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
-    with pytest.raises(
-        ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"
-    ):
-        plan_pages(EngineConfig(memory="4MiB"), LIMITS, 0)
-    with pytest.raises(ConfigError, match=r"holds 40 state pages.*and 0 KV pages"):
-        plan_pages(EngineConfig(memory="4MiB", num_state_pages=40), LIMITS, 0)
-
-
-@pytest.mark.parametrize(
-    ("memory", "num_bytes"),
-    [
-        ("80%", 800),
-        ("100%", 1000),
-        ("0.5 %", 5),
-        (12345, 12345),
-        ("12345", 12345),
-        ("1.5KiB", 1536),
-        ("2 mb", 2_000_000),
-        ("3GiB", 3 * 2**30),
-        ("3GB", 3 * 10**9),
-        ("9B", 9),
-    ],
-)
-def test_memory_is_a_share_or_an_amount(memory: str | int, num_bytes: int) -> None:
-    assert parse_memory(memory, 1000) == num_bytes
-
-
-@pytest.mark.parametrize(
-    "memory",
-    [
-        "0%",
-        "101%",
-        "-5%",
-        "nan%",
-        "",
-        "lots",
-        "8 gigs",
-        "infB",
-        "nanB",
-        "-5GiB",
-        "0MB",
-        "0",
-        -1,
-        0,
-        0.8,
-        True,
-        None,
-    ],
-)
-def test_memory_that_is_neither_is_refused(memory: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="expected a share such as '80%' or an amount such as '8GiB'"
-    ):
-        parse_memory(memory, 1000)

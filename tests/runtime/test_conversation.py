@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 
 from midstream.runtime.conversation import Conversation
@@ -43,13 +45,23 @@ def test_an_empty_template_counts_as_none(template):
     assert Conversation(tokenizer, 100).ask("abc") == [3]
 
 
-def test_the_oldest_questions_go_with_their_answers_until_the_prompt_fits():
-    conversation = chat(max_prompt_tokens=12)
-    for question, answer in (("q1", "a1"), ("q2", "a2")):
-        conversation.ask(question)
-        assert conversation.answered(answer) == 0
-    assert bytes(conversation.ask("q3")) == b"q2\na2\nq3\n"
-    assert conversation.answered("a3") == 1
+def test_the_oldest_questions_go_with_their_answers_until_half_of_the_room_is_free():
+    conversation = chat(max_prompt_tokens=20)
+    for i in range(1, 4):
+        conversation.ask(f"q{i}")
+        assert conversation.answered(f"a{i}") == 0
+    assert bytes(conversation.ask("q4")) == b"q3\na3\nq4\n"
+    assert conversation.answered("a4") == 2
+
+
+def test_a_full_chat_keeps_its_beginning_for_many_turns():
+    conversation = chat(max_prompt_tokens=120)
+    prompts = []
+    for turn in range(100):
+        prompts.append(bytes(conversation.ask(f"q{turn:03}")))
+        conversation.answered(f"a{turn:03}")
+    changed = [not b.startswith(a) for a, b in itertools.pairwise(prompts)]
+    assert max(map(len, prompts)) <= 120 and sum(changed) <= 100 // 6
 
 
 def test_a_question_too_long_is_asked_alone_and_stays_out_of_the_history_without_an_answer():

@@ -119,6 +119,20 @@ def test_preempted_requests_resume_and_give_the_same_tokens(
         assert preemptions > 0
 
 
+def test_mode_all_and_marks_on_no_grid_bring_the_tokens_of_the_model(
+    model: Any, oracle: Oracle
+) -> None:
+    shared, tails = draw(45, 3), [draw(n, n) for n in (7, 12)]
+    with guarded_engine(model, cache_mode="all", **OPTIONS | {"max_len": 80}) as engine:
+        for place, tail in enumerate(tails):
+            prompt = shared + tail
+            params = midstream.SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
+            engine.add(prompt, params, checkpoint_at=[len(shared)])
+            (output,) = run(engine)
+            assert list(output.token_ids) == oracle.greedy(prompt, 5)
+            assert output.num_cached_tokens == (len(shared) if place else 0)
+
+
 def test_sampled_tokens_do_not_depend_on_preemption_or_company(model: Any) -> None:
     prompts = five_prompts(VOCAB)
     params = [
@@ -345,7 +359,6 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(
     ("options", "error", "message"),
     [
         ({"cache_mode": "algin"}, midstream.ConfigError, "cache_mode='algin'; expected one of"),
-        ({"cache_mode": "all"}, midstream.UnsupportedError, "'all'"),
         ({"state_block": 24, "kv_block": 16}, midstream.ConfigError, "not a multiple"),
         ({"max_row": 3}, midstream.ConfigError, "did you mean 'max_rows'"),
         ({"memory": "lots"}, midstream.ConfigError, "share such as"),

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -77,12 +78,20 @@ def test_leaving_one_generator_aborts_its_requests_only() -> None:
 
 PLACES = [
     ("scheduler", "next_step"),
-    ("scheduler", "_choose_exports"),  # the plan is nearly made
+    ("scheduler.checkpoints", "take_pages"),  # the plan is nearly made
+    ("scheduler.checkpoints", "begin"),
+    ("scheduler.checkpoints", "publish"),
+    ("scheduler.live", "take"),  # the pages of a hit are held
+    ("ownership.kv_pool", "take"),
+    ("ownership.state_pool", "take"),
     ("ownership", "grow"),
     ("runner", "launch"),
     ("runner", "wait"),
     ("committer", "commit"),
-    ("scheduler", "keys"),  # while a step is planned, later while one is committed
+    (
+        "scheduler.checkpoints.chains",
+        "of_live",
+    ),  # while a step is planned, later while one is committed
     ("committer", "_arrive"),
 ]
 
@@ -96,7 +105,7 @@ def test_an_interrupt_anywhere_in_a_step_ends_what_it_hit_and_loses_no_page(
         handles = [engine.add(prompt, greedy(9)) for prompt in PROMPTS]
         outputs = [u.output for _ in range(turn) for u in engine.step() if u.output]
         with pytest.MonkeyPatch.context() as patch:
-            part = getattr(engine._parts, place[0])
+            part = attrgetter(place[0])(engine._parts)
             patch.setattr(part, place[1], raising(KeyboardInterrupt()), raising=True)
             try:
                 outputs += [u.output for _ in range(4) for u in engine.step() if u.output]

@@ -24,6 +24,22 @@ def cached_pool(num_pages: int, count: int) -> tuple[PagePool, list[int]]:
     return pool, pages
 
 
+class Recorder:
+    """Evicts the page that was released longest ago, and writes it down."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self.evicted: list[int] = []
+        self.cached: list[list[int]] = []
+        pool.set_evictor(self)
+
+    def make_room(self, pool: PagePool) -> None:
+        self.evicted.append(pool.oldest_cached())
+        pool.unpublish(self.evicted[-1])
+
+    def on_cached(self, pool: PagePool, pages: list[int]) -> None:
+        self.cached.append(pages)
+
+
 def test_the_null_page_is_the_one_that_ops_know() -> None:
     assert NULL_PAGE == registry.NULL_PAGE
 
@@ -44,8 +60,7 @@ def test_a_fresh_pool_hands_out_ascending_pages() -> None:
 
 def test_pages_without_a_key_go_before_cached_ones_and_the_tail_goes_first() -> None:  # A-6, A-7
     pool = PagePool(10)
-    evicted: list[int] = []
-    pool.on_evict(evicted.append)
+    evicted = Recorder(pool).evicted
     pages = pool.take(4)
     pool.publish(pages[0])
     pool.publish(pages[1])
@@ -63,8 +78,7 @@ def test_pages_without_a_key_go_before_cached_ones_and_the_tail_goes_first() -> 
 
 def test_the_least_recently_released_page_is_evicted_first() -> None:  # A-8
     pool = PagePool(6)
-    evicted: list[int] = []
-    pool.on_evict(evicted.append)
+    evicted = Recorder(pool).evicted
     a, b = pool.take(3), pool.take(2)
     for page in a + b:
         pool.publish(page)
@@ -78,8 +92,7 @@ def test_the_least_recently_released_page_is_evicted_first() -> None:  # A-8
 
 def test_a_failed_take_changes_nothing() -> None:  # L1
     pool, _ = cached_pool(6, 3)
-    evicted: list[int] = []
-    pool.on_evict(evicted.append)
+    evicted = Recorder(pool).evicted
     before = books(pool)
     with pytest.raises(CapacityError):
         pool.take(6)
@@ -175,13 +188,46 @@ def test_an_evicted_page_comes_back_unpublished() -> None:
     assert books(pool) == (1, 1, 0)
 
 
-def test_a_listener_may_unpublish_more_pages() -> None:
-    pool, pages = cached_pool(5, 4)
-    pool.on_evict(lambda page: [pool.unpublish(p) for p in pages] and None)
+def test_an_evictor_is_told_what_is_cached_and_may_unpublish_more_than_one_page() -> None:
+    pool = PagePool(5)
+    recorder = Recorder(pool)
+    pages = pool.take(4)
+    for page in pages:
+        pool.publish(page)
+    pool.release([NULL_PAGE, *pages])
+    assert recorder.cached == [[4, 3, 2, 1]]
+    recorder.make_room = lambda pool: [pool.unpublish(p) for p in pages] and None
     assert len(pool.take(1)) == 1
     assert books(pool) == (3, 0, 1)
-    with pytest.raises(ContractError, match="a second listener"):
-        pool.on_evict(print)
+    with pytest.raises(ContractError, match="a second evictor"):
+        pool.set_evictor(recorder)
+
+
+def test_an_evictor_that_evicts_nothing_is_named_and_nothing_is_taken() -> None:
+    pool = PagePool(5)
+    Recorder(pool).make_room = lambda pool: None
+    pages = pool.take(4)
+    pool.publish(pages[0])
+    pool.release(pages[0])
+    with pytest.raises(ContractError, match="1 pages are cached and none was evicted"):
+        pool.take(1)
+    assert books(pool) == (0, 1, 3)
+
+
+def test_an_error_inside_an_eviction_leaves_the_books_balanced() -> None:
+    def failing(pool: PagePool) -> None:
+        pool.unpublish(pool.oldest_cached())
+        raise MemoryError("injected")
+
+    pool = PagePool(5)
+    Recorder(pool).make_room = failing
+    pages = pool.take(4)
+    for page in pages:
+        pool.publish(page)
+    pool.release(pages)
+    with pytest.raises(MemoryError):
+        pool.take(2)
+    assert books(pool) == (1, 3, 0)
 
 
 def test_a_pool_needs_a_page_besides_the_null_page() -> None:

@@ -23,7 +23,12 @@ OUTPUT = Output(
     (TokenLogprobs(97, -0.5, BEST),),
     None,
 )
-STATS = {"graph_replays": 7, "graph_fallbacks": {"no CUDA device": 2}}
+CACHE = {"asked": 6, "reused": 4, "matched_kv": 5, "matched_state": 4, "lost_for_state": 1}
+STATS = {
+    "graph_replays": 7,
+    "graph_fallbacks": {"no CUDA device": 2},
+    "cache": CACHE | {"reasons": {"no state": 1, "unknown": 1}},
+}
 
 
 def resolved(**options: object) -> ResolvedConfig:
@@ -70,6 +75,8 @@ def test_the_numbers_add_up_over_the_outputs():
     assert summary_lines([OUTPUT, later], 4.0, STATS, CPU) == [
         "2 tokens in 4.00 s, 0.5 tokens/s; first token after 500 to 2000 ms; "
         "4 of 6 prompt tokens reused",
+        "cache: attention matched 5 and states 4 of 6 tokens, 4 reused, 1 lost for want of a state; "
+        "no state: 1, unknown: 1",
         "device cpu; 7 graph replays; fallbacks: no CUDA device: 2",
     ]
 

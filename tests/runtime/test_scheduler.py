@@ -117,7 +117,7 @@ def test_decoding_over_a_boundary_leaves_a_checkpoint_there() -> None:
     rig = Rig()
     rig.serve(text(5), 16)
     whole = text(5) + answer(text(5), 16)
-    assert [p for p in range(4, 21, 4) if rig.has_state(whole, p)] == [4, 8, 16]
+    assert [p for p in range(4, 21, 4) if rig.has_state(whole, p)] == [4, 8, 16, 20]  # 20: its end
 
 
 def test_a_checkpoint_that_exists_is_not_made_again() -> None:
@@ -125,12 +125,12 @@ def test_a_checkpoint_that_exists_is_not_made_again() -> None:
     rig.serve(text(21), 1)
     request = rig.add(text(21) + text(11, seed=1), 1)
     plan = planned(rig)
-    assert request.lookup is not None and request.lookup.reused == 20
+    assert request.lookup is not None and request.lookup.reused == 21
     assert plan.chunks[0].export_position == [24, 28] and plan.publications[0].position == 32
 
 
 def test_a_checkpoint_that_another_request_made_meanwhile_is_not_made_again() -> None:
-    rig = Rig(Case(max_step_tokens=20))
+    rig = Rig(Case(max_step_tokens=20, waits=False))
     for _ in range(2):
         rig.add(text(33), 1)
     rig.launch(planned(rig))
@@ -263,8 +263,12 @@ def test_held_pages_of_a_hit_are_not_counted_as_room() -> None:
 @pytest.mark.parametrize(("spare", "fits"), [(2, False), (3, True)])
 def test_a_held_state_of_a_hit_is_not_counted_as_room(spare: int, fits: bool) -> None:
     rig = Rig(Case(max_step_tokens=64))
-    rig.serve(text(9), 1)  # leaves its state at 8
-    assert rig.state_pool.num_cached == 1
+    rig.serve(text(9), 1)  # leaves its states at 8 and 9
+    assert rig.state_pool.num_cached == 2
+    taken = rig.state_pool.take(rig.state_pool.available)
+    rig.state_pool.release(taken)  # none is left
+    rig.add(text(9), 1)
+    rig.run()
     rig.state_pool.take(rig.state_pool.available - spare)
     rig.add(text(9), 1)
     assert rig.has_state(text(9), 8) and (rig.schedule() is not None) == fits
@@ -370,7 +374,7 @@ def test_the_first_lookup_and_the_first_times_of_a_request_are_kept() -> None:
     rig.preempt(request)
     rig.commit()
     chunk = planned(rig).chunks[0]
-    assert chunk.begin == 16 and first[0] is not None and first[0].reused == 0
+    assert chunk.begin == 19 and first[0] is not None and first[0].reused == 0
     assert (request.lookup, request.admitted_at, request.first_token_at) == first
 
 
@@ -391,9 +395,9 @@ def test_a_pass_that_comes_to_nothing_keeps_no_page() -> None:
     assert rig.done == {0: answer(text(7), 9), 1: answer(text(60, seed=1), 2)}
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_the_smallest_pools_serve_many_long_answers(cached: bool) -> None:
-    rig = Rig(Case(num_state_pages=4, num_kv_pages=17, max_step_tokens=5, cached=cached))
+@pytest.mark.parametrize(("mode", "pages"), [("none", 4), ("align", 4), ("all", 11)])
+def test_the_smallest_pools_serve_many_long_answers(mode: str, pages: int) -> None:
+    rig = Rig(Case(num_state_pages=pages, num_kv_pages=17, max_step_tokens=5, mode=mode))
     for i in range(6):
         rig.add(text(1 + 7 * i, seed=i), 40, stop=answer(text(1 + 7 * i, seed=i), 20)[19])
     rig.run()
@@ -406,7 +410,7 @@ def test_the_smallest_pools_serve_many_long_answers(cached: bool) -> None:
 
 
 def test_a_key_is_visible_when_its_step_is_committed_and_not_before() -> None:
-    rig = Rig(Case(max_step_tokens=64))
+    rig = Rig(Case(max_step_tokens=64, waits=False))
     rig.add(text(21), 3)
     rig.launch(planned(rig))
     twin = rig.add(text(21), 3)  # starts while the step that writes its prefix is in flight
@@ -419,7 +423,7 @@ def test_a_key_is_visible_when_its_step_is_committed_and_not_before() -> None:
     assert rig.done == {i: answer(text(21), 3) for i in range(2)}
 
 
-@pytest.mark.parametrize("ending", ["abort", "preempt", "failed step"])
+@pytest.mark.parametrize("ending", ["abort", "failed step"])
 def test_a_request_that_ends_in_flight_publishes_nothing(ending: str) -> None:
     rig = Rig(Case(max_step_tokens=64))
     request = rig.add(text(24), 3)
@@ -428,16 +432,30 @@ def test_a_request_that_ends_in_flight_publishes_nothing(ending: str) -> None:
     rig.launch(plan)
     if ending == "abort":
         rig.scheduler.drop(request)
-        rig.commit()
-    elif ending == "preempt":
-        rig.preempt(request)
+        assert rig.index.status(request.hashes[1]) is None
         rig.commit()
     else:
         rig.flights.clear()
         rig.break_step(plan)
+    assert rig.index.status(request.hashes[1]) is None
     assert rig.state_pool.num_cached == rig.kv_pool.num_cached == 0
     rig.run()
     rig.serve(text(24), 3)
+
+
+def test_a_preempted_request_leaves_its_last_state_once_the_step_that_wrote_it_is_committed() -> (
+    None
+):
+    rig = Rig(Case(max_step_tokens=64))
+    request = rig.add(text(23), 3)
+    rig.launch(planned(rig))
+    assert rig.index.status(request.hashes[1]) == "expected"
+    rig.preempt(request)
+    assert rig.index.status(request.hashes[1]) is None
+    assert rig.state_pool.num_cached == rig.kv_pool.num_cached == 0
+    rig.commit()
+    (chunk,) = planned(rig).chunks
+    assert (chunk.begin, chunk.end) == (23, 24)
 
 
 def test_a_slot_taken_over_in_flight_keeps_the_old_owners_results_out() -> None:
@@ -487,15 +505,23 @@ def test_what_a_plan_holds_is_given_back_once_however_often_it_is_asked() -> Non
 def cases(draw: st.DrawFn) -> Case:
     """Small sizes, often the smallest that are allowed."""
     kv_block, max_len = draw(st.sampled_from((1, 2, 4))), draw(st.sampled_from((9, 24, 40)))
+    mode = draw(st.sampled_from(("align", "align", "all", "none")))
+    state_block = kv_block * draw(st.sampled_from((2, 1, 3)))
+    columns = -(-max_len // state_block) if mode == "all" else 0
     return Case(
         max_rows=draw(st.sampled_from((5, 3, 2, 1))),
         max_step_tokens=draw(st.sampled_from((16, 8, 6, 3, 1, 40))),
         kv_block=kv_block,
-        state_block=kv_block * draw(st.sampled_from((2, 1, 3))),
-        num_state_pages=draw(st.sampled_from((9, 6, 5, 4, 20))),
+        state_block=state_block,
+        num_state_pages=columns + draw(st.sampled_from((9, 6, 5, 4, 20))),
         num_kv_pages=-(-max_len // kv_block) + 1 + draw(st.sampled_from((8, 3, 1, 0, 12))),
         max_len=max_len,
-        cached=draw(st.sampled_from((True, True, True, False))),
+        mode=mode,
+        retention=draw(st.sampled_from((None, "auto", 0, kv_block, 3 * kv_block))),
+        exports=draw(st.sampled_from((1, 1, None, 3))),
+        waits=draw(st.booleans()),
+        eviction=draw(st.sampled_from(("value", "value", "lru"))),
+        patience=draw(st.sampled_from((64, 0, 2))),
     )
 
 

@@ -1,0 +1,248 @@
+"""
+Which states a step keeps, and when others may see them: decided while a step is planned, published when it is
+committed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from midstream.runtime.chains import Chains
+from midstream.runtime.eviction import speculative
+from midstream.runtime.live import I32, LiveTable
+from midstream.runtime.ownership import PageOwnership
+from midstream.runtime.pages import NULL_PAGE
+from midstream.runtime.plan import Chunk, Ending, Publication, StepPlan
+from midstream.runtime.request import Request
+from midstream.runtime.retention import Retention
+
+
+class Checkpoints:
+    """Exports of prompt chunks, boundaries that answers cross, and what is left when a request ends."""
+
+    def __init__(
+        self,
+        live: LiveTable,
+        ownership: PageOwnership,
+        chains: Chains,
+        retention: Retention,
+        export_alignment: int | None = 1,
+    ) -> None:
+        """`export_alignment`: tokens between positions, from the begin of a chunk on, at which the model's
+        scans can export their state; None: at the end of a chunk only."""
+        self.live = live
+        self.ownership = ownership
+        self.chains = chains
+        self.retention = retention
+        self.export_alignment = export_alignment
+        self._most_exports = (
+            2 * ownership.layout.num_slots + 8
+        )  # cuts off the block grid in one step
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is kept."""
+        return self.chains.hasher is not None
+
+    # -- chunks -----------------------------------------------------------------------------------------
+
+    def wanted(self, request: Request, begin: int, end: int) -> dict[int, bool]:
+        """Positions in (begin, end] where the request's state is to be kept; True for a guess."""
+        if not self.is_on:
+            return {}
+        known = len(request.prompt) + len(request.outputs)
+        positions = self.retention.positions(begin, end, known, request.junction, request.marks)
+        self.chains.of_live(request, end)
+        return {p: guess for p, guess in positions.items() if not self._exists(request, p)}
+
+    def end_of_chunk(self, begin: int, end: int, wanted: dict[int, bool]) -> int:
+        """Where the chunk must end so that the first wanted state that no scan can export is its last."""
+        for position in wanted:
+            if position < end and not self._can_export(begin, position):
+                return position
+        return end
+
+    def kept_by_request(self, wanted: dict[int, bool], end: int) -> list[int]:
+        """Positions whose pages the request itself holds to its end."""
+        own = self.ownership
+        if not own.keeps_all:
+            return []
+        return [p for p in wanted if p % own.state_block == 0 and p < end]
+
+    def begin(self, chunk: Chunk, kept: list[int]) -> None:
+        """The chunk is in the plan: expect its states; those of `kept` have the request's last pages."""
+        own, request = self.ownership, chunk.request
+        for position in chunk.wanted:
+            if position % own.kv_block == 0:
+                own.index.expect(chunk.epoch, request.hashes, position)
+        if kept:
+            pages = request.state_pages[-len(kept) :]
+            own.state_pool.share(pages)
+            chunk.export_page, chunk.export_position = pages, kept
+
+    def take_pages(self, plan: StepPlan, num_running: int) -> None:
+        """Give wanted states a page.  Exports leave a page for each live request; none is made to wait."""
+        own = self.ownership
+        room = self._most_exports
+        for chunk in plan.chunks:
+            # if not all get one: what was asked for before guesses, and later ones before earlier ones
+            for position in sorted(chunk.wanted, key=lambda p: (chunk.wanted[p], -p)):
+                if position == chunk.end:
+                    self._publish_running(plan, chunk.request, position)
+                    self.live.relocate[chunk.request.slot] = bool(position % own.state_block)
+                elif position in chunk.export_position:
+                    continue
+                elif own.state_pool.available > num_running and room > 0:
+                    room -= position % own.state_block > 0
+                    chunk.export_page += own.state_pool.take(1)
+                    chunk.export_position.append(position)
+                elif position % own.kv_block == 0:
+                    key = chunk.request.hashes[position // own.kv_block - 1]
+                    own.index.expect_no_more(chunk.epoch, [key])
+            _sort_exports(chunk)
+
+    def at_boundaries(self, plan: StepPlan, rows: I32) -> None:
+        """Decoding rows whose running state comes to stand on a boundary leave a checkpoint."""
+        own, every = self.ownership, self.retention.interval
+        after = self.live.computed[rows]
+        due = after % own.state_block == 0
+        if every:
+            due |= after % every == 0
+        for slot in rows[due].tolist():
+            request = self.live.request[slot]
+            assert request is not None
+            position = int(self.live.computed[slot])
+            stays = bool(every) and position % every == 0
+            self._publish_running(plan, request, position, is_passing=not stays)
+            self.live.relocate[slot] = bool(position % own.state_block)
+
+    # -- endings ------------------------------------------------------------------------------------------
+
+    def leave(self, request: Request, flight: StepPlan | None, fresh: set[int]) -> None:
+        """Keep the running state of a request that leaves its slot, under its exact length.
+
+        Args:
+            flight: the step in flight, if any: what it writes is published when it is committed.
+            fresh: pages that nothing has written yet.
+        """
+        page, slot, grid = request.running_page, request.slot, self.ownership.kv_block
+        count = int(self.live.computed[slot])
+        known = len(request.prompt) + int(self.live.num_outputs[slot])
+        if not self.is_on or not page or page in fresh or not 0 < count <= known:
+            return
+        row = -1 if flight is None or flight.is_over else _row_of(flight, request.epoch)
+        begin = count if row < 0 or flight is None else int(flight.num_computed[row])
+        first, last = begin // grid, -(-count // grid)
+        ending = Ending(
+            self.chains.of_live(request, count), request.root, count, self.chains.tail(request, count), first
+        )  # fmt: skip
+        if row < 0 or flight is None:
+            ending.kv_pages, ending.state_page = request.kv_pages[first:last], page
+            self._publish_ending(ending)
+            return
+        flight.endings.append(ending)
+        pages = request.kv_pages
+        ending.kv_pages, request.kv_pages = pages[first:last], pages[:first] + pages[last:]
+        ending.state_page, request.running_page = page, NULL_PAGE
+
+    # -- commit -------------------------------------------------------------------------------------------
+
+    def publish(self, plan: StepPlan, alive: npt.NDArray[np.bool_]) -> None:
+        """Everything that the step wrote becomes visible; rows that are not alive leave only endings."""
+        own, grid = self.ownership, self.ownership.kv_block
+        before, after = plan.num_computed // grid, (plan.num_computed + plan.num_new) // grid
+        for row in np.nonzero(alive & (after > before))[0].tolist():
+            request = self.live.request[plan.slot[row]]
+            assert request is not None
+            keys = self.chains.of_live(request, int(after[row]) * grid)
+            for block in range(int(before[row]), int(after[row])):
+                own.index.publish_kv(keys, block, request.kv_pages[block], request.root)
+        for chunk in plan.chunks:
+            if chunk.request.epoch == chunk.epoch:
+                self._publish_chunk(chunk)
+        for item in plan.publications:
+            if item.request.epoch == item.epoch:
+                self._publish_passing(item)
+        for ending in plan.endings:
+            self._publish_ending(ending)
+
+    def _publish_chunk(self, chunk: Chunk) -> None:
+        request, grid = chunk.request, self.ownership.kv_block
+        for position, page in zip(chunk.export_position, chunk.export_page, strict=True):
+            self._publish_state(request, position, page, chunk.wanted[position])
+        keys = [
+            request.hashes[p // grid - 1] for p in chunk.wanted if p % grid == 0 and p < chunk.end
+        ]
+        self.ownership.index.expect_no_more(chunk.epoch, keys)
+
+    def _publish_passing(self, item: Publication) -> None:
+        request, grid, index = item.request, self.ownership.kv_block, self.ownership.index
+        published = self._publish_state(request, item.position, item.page, False)
+        if item.position % grid == 0:
+            key = request.hashes[item.position // grid - 1]
+            index.expect_no_more(item.epoch, [key])
+            if published and item.is_passing:
+                request.boundaries.append((key, item.page))
+                if len(request.boundaries) > 2:
+                    index.retract(*request.boundaries.pop(0))
+
+    def _publish_state(self, request: Request, position: int, page: int, is_guess: bool) -> bool:
+        grid = self.ownership.kv_block
+        partial = position % grid > 0
+        return self.ownership.index.publish_state(
+            request.hashes,
+            page,
+            position,
+            root=request.root,
+            tail=self.chains.tail(request, position) if partial else (),
+            kv_page=request.kv_pages[position // grid] if partial else NULL_PAGE,
+            value=speculative() if is_guess else None,
+        )
+
+    def _publish_ending(self, ending: Ending) -> None:
+        own = self.ownership
+        whole = ending.num_tokens // own.kv_block
+        for block, page in enumerate(ending.kv_pages, start=ending.first_block):
+            if block < whole:
+                own.index.publish_kv(ending.keys, block, page, ending.root)
+        if not own.state_pool.is_published(
+            ending.state_page
+        ):  # else the end was a checkpoint already
+            own.index.publish_state(
+                ending.keys,
+                ending.state_page,
+                ending.num_tokens,
+                root=ending.root,
+                tail=ending.tail,
+                kv_page=ending.kv_pages[-1] if ending.tail else NULL_PAGE,
+            )
+
+    def _publish_running(
+        self, plan: StepPlan, request: Request, position: int, is_passing: bool = False
+    ) -> None:
+        page = request.running_page
+        plan.publications.append(Publication(request, request.epoch, position, page, is_passing))
+
+    def _exists(self, request: Request, position: int) -> bool:
+        index, grid = self.ownership.index, self.ownership.kv_block
+        if position % grid:
+            tail = self.chains.tail(request, position)
+            return index.has_tail(request.hashes, request.root, tail, position)
+        return index.has_state(request.hashes[position // grid - 1])
+
+    def _can_export(self, begin: int, position: int) -> bool:
+        alignment = self.export_alignment
+        return alignment is not None and (position - begin) % alignment == 0
+
+
+def _row_of(plan: StepPlan, epoch: int) -> int:
+    """The row of a slot's occupant in a step, -1 if it has none."""
+    rows = np.nonzero(plan.epoch == epoch)[0]
+    return int(rows[0]) if len(rows) else -1
+
+
+def _sort_exports(chunk: Chunk) -> None:
+    order = sorted(zip(chunk.export_position, chunk.export_page, strict=True))
+    chunk.export_position = [position for position, _ in order]
+    chunk.export_page = [page for _, page in order]

@@ -1,0 +1,201 @@
+"""
+Bytes to pages: how many pages of each pool a budget gives, what they hold, and how many sequences that runs.
+
+    KV pages of a sequence       ceil(length / kv_block)
+    state pages of a sequence    mode "none"     1: the running page never moves
+                                 mode "align"    3: running, the one that it was read from, and one more
+                                                 where two steps in a row change the page
+                                 mode "all"      ceil(length / state_block) + 2: every block keeps its page
+    and once for each pool       the null page; state: one that the next admission looks for
+
+Without a stated mix KV gets pages for `max_rows` sequences of the longest length, but at most half of the
+budget, and the rest is recurrent state, at most four checkpoints for each block of those KV pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from midstream.errors import ConfigError
+from midstream.runtime.options import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class PageBytes:
+    """Bytes of one page of each pool."""
+
+    state: int
+    kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Sequences that run at once, of prompt and answer together."""
+
+    sequences: int
+    length: int
+
+
+def parse_mix(text: str | None) -> Mix | None:
+    """
+    >>> parse_mix("64x4096")
+    Mix(sequences=64, length=4096)
+    """
+    if text is None:
+        return None
+    parts = str(text).lower().replace(" ", "").split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ConfigError(
+            f"Engine: mix={text!r}; expected sequences x tokens of each, such as '64x4096'"
+        )
+    return Mix(int(parts[0]), int(parts[1]))
+
+
+def kv_pages(length: int, kv_block: int) -> int:
+    """KV pages of a sequence."""
+    return -(-length // kv_block)
+
+
+def state_pages(mode: str, length: int, state_block: int) -> int:
+    """State pages that a running sequence may own at once."""
+    if mode == "none":
+        return 1
+    return 3 if mode == "align" else -(-length // state_block) + 2
+
+
+def capacity(
+    mode: str, length: int, kv_block: int, state_block: int, num_state: int, num_kv: int
+) -> int:
+    """Sequences of `length` tokens that run at once, without taking pages from one another.
+
+    >>> capacity("align", 4096, 16, 64, num_state=200, num_kv=16385)
+    64
+    """
+    by_kv = (num_kv - 1) // kv_pages(length, kv_block)
+    by_state = (num_state - 2) // state_pages(mode, length, state_block)
+    return max(0, min(by_kv, by_state))
+
+
+def plan_pages(
+    config: EngineConfig, page_bytes: PageBytes, max_positions: int | None, free_bytes: int
+) -> tuple[int, int]:
+    """Page counts (state, KV), null pages included, that fit the byte budget.
+
+    A number of pages that is given is taken from the budget first.
+
+    Raises:
+        ConfigError: when the budget cannot hold one running sequence, or not the mix.
+    """
+    budget = parse_memory(config.memory, free_bytes)
+    mix = parse_mix(config.mix)
+    if mix is not None:
+        return _pages_for(mix, config, page_bytes, budget)
+    longest = config.max_len or max_positions or 8192
+    num_kv = config.num_kv_pages
+    if num_kv is None:
+        wanted = config.max_rows * kv_pages(longest, config.kv_block) + 1
+        left = budget // 2
+        if config.num_state_pages is not None:
+            left = budget - config.num_state_pages * page_bytes.state
+        num_kv = min(wanted, left // max(page_bytes.kv, 1))
+    num_state = config.num_state_pages
+    if num_state is None:
+        left = budget - num_kv * page_bytes.kv
+        num_state = min(_states_wanted(config, longest, num_kv), left // max(page_bytes.state, 1))
+    if num_kv < 2 or num_state < 4:
+        _refuse(config, page_bytes, budget, num_state, num_kv)
+    return num_state, num_kv
+
+
+def describe(
+    mode: str, length: int, kv_block: int, state_block: int, num_state: int, num_kv: int,
+    page_bytes: PageBytes,
+) -> str:  # fmt: skip
+    """The sum, for the log: what was given to what, and what it runs."""
+    runs = capacity(mode, length, kv_block, state_block, num_state, num_kv)
+    total = num_state * page_bytes.state + num_kv * page_bytes.kv
+    each = (
+        f"{kv_pages(length, kv_block)} KV and {state_pages(mode, length, state_block)} state pages"
+    )
+    return (
+        f"{num_kv} KV pages of {page_bytes.kv:,} bytes + {num_state} state pages of {page_bytes.state:,} "
+        f"bytes = {total:,} bytes; {each} for a sequence of {length} tokens: {runs} of them at once"
+    )
+
+
+def _states_wanted(config: EngineConfig, longest: int, num_kv: int) -> int:
+    if config.cache_mode == "none":
+        return config.max_rows + 3
+    checkpoints = 4 * num_kv * config.kv_block // config.state_block + 4
+    if config.cache_mode == "all":
+        return config.max_rows * state_pages("all", longest, config.state_block) + checkpoints
+    return 2 * config.max_rows + checkpoints
+
+
+def _pages_for(
+    mix: Mix, config: EngineConfig, page_bytes: PageBytes, budget: int
+) -> tuple[int, int]:
+    """The mix, exactly; what is left is shared by checkpoints and the KV pages that they need."""
+    fixed = [n for n in ("num_kv_pages", "num_state_pages") if getattr(config, n) is not None]
+    if fixed:
+        raise ConfigError(
+            f"Engine: mix={config.mix!r} and {', '.join(fixed)} are given; expected one of them; "
+            "leave page numbers to the mix"
+        )
+    num_kv = mix.sequences * kv_pages(mix.length, config.kv_block) + 1
+    num_state = mix.sequences * state_pages(config.cache_mode, mix.length, config.state_block) + 2
+    need = num_kv * page_bytes.kv + num_state * page_bytes.state
+    if need > budget:
+        raise ConfigError(
+            f"Engine: mix={config.mix!r} needs {num_kv} KV pages of {page_bytes.kv:,} bytes and {num_state} "
+            f"state pages of {page_bytes.state:,} bytes = {need:,} bytes; expected at most {budget:,}; "
+            "run fewer or shorter sequences, or raise memory"
+        )
+    if config.cache_mode != "none":
+        left = budget - need
+        more_kv = min(left // 2 // max(page_bytes.kv, 1), 3 * num_kv)
+        left -= more_kv * page_bytes.kv
+        per_kv = 4 * config.kv_block / config.state_block
+        num_kv += more_kv
+        num_state += min(left // max(page_bytes.state, 1), int(per_kv * num_kv) + 4)
+    return max(num_state, 4), num_kv
+
+
+def _refuse(
+    config: EngineConfig, page_bytes: PageBytes, budget: int, num_state: int, num_kv: int
+) -> None:
+    fixed = [n for n in ("num_kv_pages", "num_state_pages") if getattr(config, n) is not None]
+    raise ConfigError(
+        f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
+        f"of {page_bytes.state:,} bytes and {max(num_kv, 0)} KV pages of "
+        f"{page_bytes.kv:,} bytes; "
+        f"at least 4 and 2 are needed; raise memory{' or change ' + ', '.join(fixed) if fixed else ''}"
+    )
+
+
+_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+
+
+def parse_memory(memory: Any, free_bytes: int) -> int:
+    """Bytes for a share of the free memory or an amount.
+
+    >>> parse_memory("50%", 1000), parse_memory("2KiB", 0), parse_memory(7, 0)
+    (500, 2048, 7)
+    """
+    if type(memory) is int and memory > 0:
+        return memory
+    text = str(memory).strip().upper().replace(" ", "")
+    try:
+        if text.endswith("%") and 0 < float(text[:-1]) <= 100:
+            return int(free_bytes * float(text[:-1]) / 100)
+        for unit, factor in _UNITS.items():
+            if text.endswith(unit) and float(text[: -len(unit)]) > 0:
+                return int(float(text[: -len(unit)]) * factor)
+        if text.isdecimal() and int(text) > 0:
+            return int(text)
+    except (ValueError, OverflowError):
+        pass
+    raise ConfigError(
+        f"Engine: memory={memory!r}; expected a share such as '80%' or an amount such as '8GiB'"
+    )
