@@ -1,169 +1,51 @@
 """
-Compile every Triton kernel for the target GPU, without one.
+Compile every Triton kernel for the target GPUs, without one.
 
-What it does: runs the launchers of all ops on their first and their two largest cases, in bf16 and
-fp32, on CPU tensors; instead of being launched, a kernel is compiled for sm_90.
-What it prints: one line per compiled kernel with the registers of a thread, the bytes that a thread
-spills and the shared memory of a block; then what failed.
-Exit status: 1 when a kernel does not compile, spills, or wants more shared memory than a block has;
-2 under TRITON_INTERPRET, because the interpreter and the compiler cannot share a process.
+What it does: runs the launchers of all ops on CPU tensors; instead of being launched, a kernel is compiled.
+The first, largest, widest, worst and best aligned cases, in bf16 and fp32, are compiled for sm_90, with the
+shared memory of a large GPU and with 99 KiB; the best aligned one is compiled for sm_100 too.  Then it reads
+what the compiler made (ops/gate_rules.py has the rules and the exceptions) and compares it with the record
+(tests/ops/kernels_triton_*.txt).
+What it prints: one line per compiled kernel; then what failed.
+Exit status: 1 when a kernel does not compile or breaks a rule, or when the record differs; 2 under
+TRITON_INTERPRET, because the interpreter and the compiler cannot share a process.
 
     python -m midstream.ops.gates                       # all ops
     python -m midstream.ops.gates ssd_step kv_write     # some of them
-    python -m midstream.ops.gates --all-cases kv_write  # and all of their cases
+    python -m midstream.ops.gates --all-cases kv_write  # and all of their cases, without the record
+    python -m midstream.ops.gates --accept              # record what is compiled now
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import pkgutil
-import re
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
-from time import perf_counter
-from typing import Any
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler.compiler import CompiledKernel
-from triton.errors import TritonError
-from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
 
 import midstream.ops
 from midstream.errors import ConfigError
-from midstream.ops.registry import OPS, OpCase, OpSpec
-from midstream.ops.testing import build_args
+from midstream.ops.gate_rows import check_op
+from midstream.ops.gate_rules import GateRow
+from midstream.ops.kernel_golden import (
+    Key,
+    Values,
+    differences,
+    golden_path,
+    read_golden,
+    summary,
+    write_golden,
+)
+from midstream.ops.registry import OPS
 
-TARGET = GPUTarget("cuda", 90, 32)
-MAX_SHARED_BYTES = 227 * 1024  # of one block on sm_90
-DTYPES = (torch.bfloat16, torch.float32)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """What one compiled kernel takes from the GPU."""
-
-    op: str
-    kernel: str
-    case: str  # the first case that needed it
-    warps: int
-    registers: int  # of a thread
-    spill_bytes: int  # of a thread
-    shared_bytes: int  # of a block
-    seconds: float
-
-    def faults(self) -> list[str]:
-        """Why this kernel must not ship."""
-        found = []
-        if self.spill_bytes:
-            found.append(
-                f"spills {self.spill_bytes} bytes a thread; use smaller tiles or more warps"
-            )
-        if self.shared_bytes > MAX_SHARED_BYTES:
-            found.append(
-                f"wants {self.shared_bytes} bytes of shared memory, a block has {MAX_SHARED_BYTES}"
-            )
-        return [f"{self.op}: {self.kernel} of {self.case} {fault}" for fault in found]
-
-
-class _CompileOnlyDriver:
-    """Stands in for the CUDA driver: names the target, owns no device."""
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return TARGET
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A kernel that was compiled instead of launched."""
-
-    kernel: str
-    result: CompiledKernel | TritonError | RuntimeError
-    seconds: float
-
-
-@contextmanager
-def compile_only() -> Iterator[list[Attempt]]:
-    """While active, launching a kernel only compiles it; yields the growing list of attempts."""
-    launch = JITFunction.run
-    attempts: list[Attempt] = []
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        start = perf_counter()
-        try:
-            result = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        except (TritonError, RuntimeError) as error:  # RuntimeError: a compiler pass failed
-            result = error
-        attempts.append(Attempt(self.fn.__name__, result, perf_counter() - start))
-
-    JITFunction.run = run
-    try:
-        yield attempts
-    finally:
-        JITFunction.run = launch
-
-
-def check_op(spec: OpSpec, cases: tuple[OpCase, ...]) -> tuple[list[Compiled], list[str]]:
-    """Compile an op's kernels for these cases; returns what compiled and what is wrong."""
-    compiled: dict[str, Compiled] = {}
-    faults: list[str] = []
-    for case, dtype in product(cases, DTYPES):
-        label = f"{case.id}-{str(dtype).removeprefix('torch.')}"
-        with compile_only() as attempts:
-            spec.launch(**build_args(case, dtype, torch.device("cpu")))
-        for attempt in attempts:
-            if not isinstance(attempt.result, CompiledKernel):
-                what = f"{attempt.kernel} of {label} does not compile: {attempt.result}"
-                faults.append(f"{spec.name}: {what}")
-            elif attempt.result.hash not in compiled:
-                row = _measure(spec.name, label, attempt, attempt.result)
-                compiled[attempt.result.hash] = row
-                faults += row.faults()
-    return list(compiled.values()), faults
-
-
-def _measure(op: str, case: str, attempt: Attempt, compiled: CompiledKernel) -> Compiled:
-    registers, stack_bytes = resource_usage(compiled.asm["cubin"])
-    warps, shared_bytes = compiled.metadata.num_warps, compiled.metadata.shared
-    return Compiled(
-        op, attempt.kernel, case, warps, registers, stack_bytes, shared_bytes, attempt.seconds
-    )
-
-
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes of a thread; Triton kernels have no stack but for spilled registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    used = re.findall(r"REG:(\d+) STACK:(\d+)", text)
-    return max(int(reg) for reg, _ in used), max(int(stack) for _, stack in used)
-
-
-def telling_cases(spec: OpSpec) -> tuple[OpCase, ...]:
-    """The base case and the two with the largest inputs."""
-
-    def elements(case: OpCase) -> int:
-        args = build_args(case, torch.float32, torch.device("cpu"))
-        return sum(value.numel() for value in args.values() if isinstance(value, torch.Tensor))
-
-    largest = sorted(spec.cases, key=elements)[-2:]
-    return tuple({case.id: case for case in (spec.cases[0], *largest)}.values())
+_PROCESSES = min(2, os.cpu_count() or 1)
 
 
 def import_all_ops() -> None:
@@ -173,7 +55,7 @@ def import_all_ops() -> None:
             importlib.import_module(f"midstream.ops.{module.name}")
 
 
-def selected(names: list[str]) -> list[OpSpec]:
+def selected(names: list[str]) -> list[str]:
     """The named ops, or all of them.
 
     Raises:
@@ -182,7 +64,45 @@ def selected(names: list[str]) -> list[OpSpec]:
     unknown = sorted(set(names) - set(OPS))
     if unknown:
         raise ConfigError(f"gates: unknown ops {unknown}; known: {', '.join(sorted(OPS))}")
-    return [OPS[name] for name in names or sorted(OPS)]
+    return names or sorted(OPS)
+
+
+def run_op(name: str, all_cases: bool) -> tuple[list[GateRow], list[str]]:
+    """Check one op in a process that may know no ops yet."""
+    import_all_ops()
+    return check_op(OPS[name], all_cases)
+
+
+def print_rows(rows: Iterable[GateRow]) -> None:
+    """One line per kernel."""
+    for row in rows:
+        facts = row.facts
+        print(
+            f"sm_{row.arch:<4} {row.limit_bytes // 1024:4}K {row.op:24} {facts.kernel:24} {facts.warps:5} "
+            f"{facts.registers:4} {facts.spill_bytes:5} {facts.shared_bytes:7} {facts.load_bytes:4} "
+            f"{facts.store_bytes:5} {facts.wide_percent:4}% {row.seconds:4.1f}  {row.case}",
+            flush=True,
+        )
+
+
+def compare(found: dict[Key, Values], names: set[str]) -> list[str]:
+    """What differs from the record, as faults; of the named ops."""
+    path = golden_path()
+    golden = {key: values for key, values in read_golden(path).items() if key[2] in names}
+    if not path.exists():
+        print(f"no record of triton {triton.__version__}: {path.name} is made by --accept")
+        return []
+    lines = differences(golden, found)
+    advice = f"{path.name} differs; look at each line, then run with --accept to record them"
+    return [*lines, advice] if lines else []
+
+
+def accept(found: dict[Key, Values], names: set[str]) -> None:
+    """Record these kernels in place of all that are recorded of the named ops and of ops that are gone."""
+    path = golden_path()
+    kept = {k: v for k, v in read_golden(path).items() if k[2] in OPS and k[2] not in names}
+    write_golden(path, kept | found)
+    print(f"{path}: {len(found)} kernels recorded, {len(kept)} kept")
 
 
 def main() -> int:
@@ -192,6 +112,7 @@ def main() -> int:
     )
     parser.add_argument("ops", nargs="*")
     parser.add_argument("--all-cases", action="store_true")
+    parser.add_argument("--accept", action="store_true")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
         print(
@@ -199,20 +120,24 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    driver.set_active(_CompileOnlyDriver())  # for good: this process never launches
     import_all_ops()
-    print(f"target sm_{TARGET.arch} | triton {triton.__version__} | torch {torch.__version__}")
-    print(f"{'op':24} {'kernel':24} warps  regs spill  shared    s  case")
-    faults = []
-    for spec in selected(options.ops):
-        rows, found = check_op(spec, spec.cases if options.all_cases else telling_cases(spec))
-        faults += found
-        for row in rows:
-            print(
-                f"{row.op:24} {row.kernel:24} {row.warps:5} {row.registers:5} {row.spill_bytes:5} "
-                f"{row.shared_bytes:7} {row.seconds:4.1f}  {row.case}",
-                flush=True,
-            )
+    names = selected(options.ops)
+    print(f"triton {triton.__version__} | torch {torch.__version__}")
+    print(
+        f"{'target':7} {'limit':5} {'op':24} {'kernel':24} warps regs spill  shared "
+        "load store wide    s  case"
+    )
+    rows, faults = [], []
+    with ProcessPoolExecutor(_PROCESSES, mp_context=get_context("spawn")) as pool:
+        for made, wrong in pool.map(run_op, names, [options.all_cases] * len(names)):
+            print_rows(made)
+            rows += made
+            faults += wrong
+    found = summary(rows)
+    if options.accept:
+        accept(found, set(names))
+    elif not options.all_cases:
+        faults += compare(found, set(names))
     print(*faults, f"{len(faults)} faults", sep="\n")
     return 1 if faults else 0
 

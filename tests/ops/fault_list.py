@@ -1,0 +1,292 @@
+"""The faults of `seeded_faults`: what real systems shipped, put into our kernels one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One break: `old` becomes `new` in `file`, and a test of `tests` must fall."""
+
+    file: str
+    name: str
+    old: str
+    new: str
+
+    @property
+    def tests(self) -> tuple[str, ...]:
+        """The test file of the op."""
+        stem = self.file.removeprefix("ops/").removesuffix(".py")
+        return (f"tests/ops/test_{_TESTED_BY.get(stem, stem)}.py",)
+
+
+# a helper's faults show in the op that uses it
+_TESTED_BY = {"token_filter": "sample", "gated_delta_tokens": "gated_delta_chunk"}
+
+FAULTS = (
+    Fault(
+        "ops/sample.py",
+        "noise keyed by the position before the step",
+        "    position = tl.load(computed_ptr + slot) + length\n    early",
+        "    position = tl.load(computed_ptr + slot)\n    early",
+    ),
+    Fault(
+        "ops/sample.py",
+        "a prompt chunk in the middle draws a token",
+        "    if tl.load(row_sample_ptr + row) != 1:\n        return\n\n    tile",
+        "    if tl.load(row_sample_ptr + row) > 1:\n        return\n\n    tile",
+    ),
+    Fault(
+        "ops/sample.py",
+        "padding rows keep an old token",
+        "    tl.store(token_ptr + row, -1)\n",
+        "",
+    ),
+    Fault(
+        "ops/sample.py",
+        "only the first tile of the vocabulary competes",
+        "        score = tl.maximum(tile_score, score)\n    return token",
+        "        score = tl.maximum(tile_score, float('inf'))\n    return token",
+    ),
+    Fault(
+        "ops/sample.py",
+        "counts by row instead of by slot",
+        "    tl.store(computed_ptr + slot, position)",
+        "    tl.store(computed_ptr + row, position)",
+    ),
+    Fault(
+        "ops/token_filter.py",
+        "stop ids refused for ever",
+        "    if early:\n        for place",
+        "    if True:\n        for place",
+    ),
+    Fault(
+        "ops/token_filter.py",
+        "top_p leaves out the token that crosses the mass",
+        ">= target, candidate, key)",
+        "> target * 1.2, candidate, key)",
+    ),
+    Fault(
+        "ops/token_filter.py",
+        "top_p forgets what top_k cut",
+        "lowest_key = tl.maximum(lowest_key, crossing)",
+        "lowest_key = crossing",
+    ),
+    Fault(
+        "ops/scatter_slots.py",
+        "the stale tail of the deltas is applied",
+        "    live = entry < tl.load(count_ptr)",
+        "    live = entry >= 0",
+    ),
+    Fault(
+        "ops/ssd_step.py",
+        "a padding row writes page 0",
+        "    if write_page == _NULL_PAGE:",
+        "    if write_page < _NULL_PAGE:",
+    ),
+    Fault(
+        "ops/ssd_step.py",
+        "history of page 0 for a new request",
+        "mask=inside & (read_page != _NULL_PAGE)",
+        "mask=inside",
+    ),
+    Fault(
+        "ops/ssd_step.py",
+        "the state goes back to the page it came from",
+        "    tl.store(arena_ptr + target + element",
+        "    tl.store(arena_ptr + source + element",
+    ),
+    Fault(
+        "ops/ssd_step.py",
+        "every head reads the first group",
+        "group = head // HEADS_PER_GROUP * M",
+        "group = head * 0",
+    ),
+    Fault(
+        "ops/ssd_step.py",
+        "padding rows leave their output as it was",
+        "        tl.store(out_ptrs, tl.zeros([P_TILE], tl.float32), mask=p < P)\n        return",
+        "        return",
+    ),
+    Fault(
+        "ops/ssd_chunk.py",
+        "the state of a row's first chunk is saved for all",
+        "tl.store(arena_ptr + target + element, state, mask=inside)",
+        "tl.store(arena_ptr + target + element, tl.load(incoming_ptrs, mask=inside), mask=inside)",
+    ),
+    Fault(
+        "ops/ssd_chunk.py",
+        "tokens of the next row count at the tail of a chunk",
+        "        live = token < tl.load(chunk_start_ptr + chunk + 1)\n        x_offsets",
+        "        live = token >= 0\n        x_offsets",
+    ),
+    Fault(
+        "ops/ssd_chunk.py",
+        "the chunk sees its own future",
+        "past = place[:, None] >= place[None, :]",
+        "past = place[:, None] >= 0 * place[None, :]",
+    ),
+    Fault(
+        "ops/ssd_chunk.py",
+        "the output forgets the state from before the chunk",
+        "        y *= tl.exp(sums)[:, None]",
+        "        y *= 0.0",
+    ),
+    Fault(
+        "ops/ssd_chunk.py",
+        "history of page 0 for a new request",
+        "has_state = inside & (read_page != _NULL_PAGE)",
+        "has_state = inside",
+    ),
+    Fault(
+        "ops/gated_delta_step.py",
+        "history of page 0 for a new request",
+        "mask=inside & (source > 0), other=0.0",
+        "mask=inside, other=0.0",
+    ),
+    Fault(
+        "ops/gated_delta_step.py",
+        "value heads read their own number as key head",
+        "key_head = head // HEADS_PER_KEY",
+        "key_head = head % HEADS_PER_KEY",
+    ),
+    Fault(
+        "ops/gated_delta_step.py",
+        "state kept as value x key",
+        "place = head * (K * V) + key[:, None] * V + value[None, :]",
+        "place = head * (K * V) + value[None, :] * K + key[:, None]",
+    ),
+    Fault(
+        "ops/gated_delta_chunk.py",
+        "the running state is not what was saved",
+        "        state = tl.where(page > 0, saved.to(tl.float32), state)\n",
+        "",
+    ),
+    Fault(
+        "ops/gated_delta_chunk.py",
+        "the chunk sees its own future",
+        "not_later = place[:, None] >= place[None, :]",
+        "not_later = place[:, None] >= 0 * place[None, :]",
+    ),
+    Fault(
+        "ops/gated_delta_chunk.py",
+        "chunks of later rows start from the first chunk's factors",
+        "item = head.to(tl.int64) + chunk * HEADS",
+        "item = head.to(tl.int64) + first * HEADS",
+    ),
+    Fault(
+        "ops/page_move.py",
+        "the destination's window is read where the source's should be",
+        "wide_offset(conv_source, conv_stride) + offset,",
+        "wide_offset(conv_target, conv_stride) + offset,",
+    ),
+    Fault(
+        "ops/page_move.py",
+        "only the first piece of each program moves",
+        "        a, b = a + 2 * PROGRAMS, b + 2 * PROGRAMS\n",
+        "        a, b = end, end\n",
+    ),
+    Fault(
+        "ops/page_move.py",
+        "the conv part comes from the temporal source",
+        "conv_source = tl.load(move_from_ptr + move_stride + move)",
+        "conv_source = tl.load(move_from_ptr + move)",
+    ),
+    Fault(
+        "ops/advance.py",
+        "a stale accepted count of the slot's previous owner",
+        "off = tl.where(fresh, 0, tl.maximum(count - 1, 0))",
+        "off = tl.maximum(count - 1, 0)",
+    ),
+    Fault(
+        "ops/advance.py",
+        "the accepted count stays when the column changes",
+        "        count = tl.where(changed, 1, count)\n",
+        "",
+    ),
+    Fault(
+        "ops/advance.py",
+        "the page to resume from is used twice",
+        "        tl.store(resume_page_ptr + slot, tl.zeros_like(slot), mask=live)\n",
+        "",
+    ),
+    Fault(
+        "ops/causal_conv_step.py",
+        "the oldest tap is lost",
+        "old = (tap < W - 1)",
+        "old = (tap < W - 1) & (tap > 0)",
+    ),
+    Fault(
+        "ops/causal_conv_step.py",
+        "a padding row writes page 0",
+        "    if write_page == _NULL_PAGE:",
+        "    if write_page < _NULL_PAGE:",
+    ),
+    Fault(
+        "ops/kv_write.py",
+        "padding writes the last slot",
+        "other=-1",
+        "other=0",
+    ),
+    Fault(
+        "ops/kda_step.py",
+        "one decay for all key channels",
+        "g_at = g_ptr + wide_row * g_row + head * g_head + key",
+        "g_at = g_ptr + wide_row * g_row + head * g_head + key * 0",
+    ),
+    Fault(
+        "ops/kda_step.py",
+        "history of page 0 for a new request",
+        "mask=inside & (source > 0), other=0.0",
+        "mask=inside, other=0.0",
+    ),
+    Fault(
+        "ops/lightning_step.py",
+        "the state goes back to the page it came from",
+        "tl.store(arena_ptr + write_at + place",
+        "tl.store(arena_ptr + read_at + place",
+    ),
+    Fault(
+        "ops/selective_scan_step.py",
+        "dt without its bias",
+        "softplus(dt + tl.load(dt_bias_ptr + channel, mask=known, other=0.0).to(tl.float32))",
+        "softplus(dt)",
+    ),
+    Fault(
+        "ops/selective_scan_chunk.py",
+        "the scan starts from zero on a continuation",
+        "has_state = inside & (read_page != _NULL_PAGE)",
+        "has_state = inside & (read_page < _NULL_PAGE)",
+    ),
+    Fault(
+        "ops/rg_lru_step.py",
+        "no reset at position 0",
+        "return tl.where(begins, 0.0, tl.exp(log_a)), tl.where(begins, gated, scale * gated)",
+        "return tl.exp(log_a), scale * gated",
+    ),
+    Fault(
+        "ops/rg_lru_chunk.py",
+        "dead places of the last turn decay the state",
+        "_then(decay, update, tl.where(live, a, 1.0), tl.where(live, b, 0.0))",
+        "_then(decay, update, a, tl.where(live, b, 0.0))",
+    ),
+    Fault(
+        "ops/paged_attention_decode.py",
+        "32-bit product of slot and table pitch",
+        "    table_ptr = kv_table_ptr + slot * table_stride",
+        "    table_ptr = kv_table_ptr + (slot * table_stride).to(tl.int8)",
+    ),
+    Fault(
+        "ops/paged_attention_decode.py",
+        "partial results of empty pieces count",
+        'part_log = tl.load(part_log_ptr + part, mask=used, other=float("-inf"))',
+        "part_log = tl.load(part_log_ptr + part)",
+    ),
+    Fault(
+        "ops/paged_attention_chunk.py",
+        "every query head reads the first KV head",
+        "    head_ptr = arena_ptr + region + kv_head * D",
+        "    head_ptr = arena_ptr + region + kv_head * 0",
+    ),
+)
