@@ -2,11 +2,16 @@
 Which cached page goes when room is needed.
 
 `value` (the default) keeps groups coherent.  KV pages that no surviving state can use go first; then whole
-checkpoints, the least valuable first, and with a checkpoint go the KV pages that only it could use.  The
-value of a checkpoint is the tokens that its loss would have computed again, per byte that its loss frees,
-times its uses; the value at which the last one went is added when it is used, so that what is not used again
+checkpoints, the least valuable first, and with a checkpoint go the KV pages that only it could use.  What a
+checkpoint is worth depends on what is short:
+
+    state pages     uses x tokens that its loss would have computed again, per byte that it frees
+    KV pages        uses: each KV page saves as many tokens as any other
+
+In both orders the value at which the last one went is added when it is used, so that what is not used again
 ages (Greedy-Dual-Size-Frequency: Cherkasova, "Improving WWW proxies performance with
-Greedy-Dual-Size-Frequency caching policy", HP Labs 1998).
+Greedy-Dual-Size-Frequency caching policy", HP Labs 1998).  Who uses a checkpoint uses the KV pages of all
+before it: where the last checkpoint of a branch goes, the one before it takes over its age.
 
 `lru`: the page that was released longest ago, with what only it made reachable.
 """
@@ -27,9 +32,8 @@ if TYPE_CHECKING:
 
 EVICTIONS = ("value", "lru")
 _FAR = 8192  # tokens; a gap is not counted beyond
-_SPECULATIVE = (
-    0.25  # weight of a checkpoint made in the hope of a shared prefix, until its first use
-)
+_GUESS = 0.25  # uses of a checkpoint made in the hope of a shared prefix, until its first
+_STATE, _KV = 0, 1  # the two orders
 
 
 class LruEvictor:
@@ -47,6 +51,11 @@ class LruEvictor:
     def on_bare(self, nodes: Sequence[Node]) -> None:
         """Nodes without cover: nothing follows."""
 
+    def on_used(self, node: Node) -> None:
+        """A request resumes from the checkpoint."""
+        if node.value is not None:
+            node.value.uses += 1
+
     def clear(self) -> None:
         """Nothing is cached any more."""
 
@@ -62,17 +71,18 @@ class ValueEvictor:
         self._bare: OrderedDict[int, None] = (
             OrderedDict()
         )  # cached KV pages of no use, leaves first
-        self._heap: list[tuple[float, int, Node]] = []
+        self._heaps: tuple[list[tuple[float, int, Node]], ...] = ([], [])
         self._turn = count()
-        self._age = 0.0
+        self._age = [0.0, 0.0]
+        self._age_below = 0.0  # of the checkpoint that goes
 
     def make_room(self, pool: PagePool) -> None:
         index, before = self._index, pool.num_free
         if pool is index.state_pool:
-            self._drop_checkpoint(leaf=False)
+            self._drop_checkpoint(_STATE)
         elif pool is index.kv_pool:
             # the last tokens of a checkpoint come free with it; the other pages are bare then
-            while not self._drop_bare() and self._drop_checkpoint(leaf=True):
+            while not self._drop_bare() and self._drop_checkpoint(_KV):
                 if pool.num_free > before:
                     break
         if pool.num_free == before:
@@ -87,7 +97,10 @@ class ValueEvictor:
                     self._mark_bare(page)
         elif pool is index.state_pool:
             for page in pages:
-                self._push(index.node_of_state(page), self._age)
+                node = index.node_of_state(page)
+                assert node.value is not None
+                node.value.age = (self._age[_STATE], self._age[_KV])
+                self._push(node)
 
     def on_bare(self, nodes: Sequence[Node]) -> None:
         """Nodes lost their cover: their cached KV pages go first from now on."""
@@ -96,11 +109,24 @@ class ValueEvictor:
             page = node.pages[0]
             if page and not pool.refcount(page):
                 self._mark_bare(page)
+        above = nodes[-1].parent if nodes else None
+        if above is not None and above.value is not None and above.value.turn >= 0:
+            # it is the last of its branch now, and its pages were used with those behind them
+            state_age, age = above.value.age
+            above.value.age = (state_age, max(age, self._age_below))
+            self._enter(_KV, above)
+
+    def on_used(self, node: Node) -> None:
+        """A request resumes from the checkpoint."""
+        if node.value is not None:
+            node.value.uses += 1
+            node.value.is_guess = False
 
     def clear(self) -> None:
         """Nothing is cached any more."""
         self._bare.clear()
-        self._heap.clear()
+        for heap in self._heaps:
+            heap.clear()
 
     def _mark_bare(self, page: int) -> None:
         self._bare.pop(page, None)
@@ -117,25 +143,28 @@ class ValueEvictor:
                 return True
         return False
 
-    def _drop_checkpoint(self, leaf: bool) -> bool:
-        """Drop the least valuable cached checkpoint; `leaf`: one whose KV pages are of no other use."""
+    def _drop_checkpoint(self, order: int) -> bool:
+        """Drop the cached checkpoint that comes first in an order; False when there is none."""
+        heap = self._heaps[order]
         passed: list[tuple[float, int, Node]] = []
         found = False
-        while self._heap and not found:
-            entry = heapq.heappop(self._heap)
+        while heap and not found:
+            entry = heapq.heappop(heap)
             node = entry[2]
-            if not self._is_current(entry):
-                continue
-            if leaf and not self._frees_kv(node):
+            if not self._is_current(entry) or (order == _KV and node.covered_children):
+                continue  # `on_bare` enters it again when it is the last
+            if order == _KV and self._index.kv_pool.refcount(node.pages[0]):
                 passed.append(entry)
-            elif (value := self._worth(node)) > entry[0] * (1 + 1e-9):  # its neighbours went
-                self._push(node)
+            elif (worth := self._worth(order, node)) > entry[0] * (1 + 1e-9):  # its neighbours went
+                self._enter(order, node)
             else:
-                self._age = max(self._age, value)
+                self._age[order] = max(self._age[order], worth)
+                assert node.value is not None
+                self._age_below = node.value.age[_KV]
                 self._index.drop_state(node)
                 found = True
         for entry in passed:
-            heapq.heappush(self._heap, entry)
+            heapq.heappush(heap, entry)
         return found
 
     def _is_current(self, entry: tuple[float, int, Node]) -> bool:
@@ -149,38 +178,35 @@ class ValueEvictor:
             and not self._index.state_pool_refcount(page)
         )
 
-    def _frees_kv(self, node: Node) -> bool:
-        page = node.pages[0]
-        return not node.covered_children and page > 0 and not self._index.kv_pool.refcount(page)
-
-    def _worth(self, node: Node) -> float:
-        value = node.value
+    def _worth(self, order: int, node: Node) -> float:
+        value, index = node.value, self._index
         assert value is not None
-        index = self._index
+        if order == _KV:
+            return value.age[_KV] + max(value.uses, 1)
         gap = node.gap(index.state, _FAR)
         size = float(self._state_bytes)
         if not node.covered_children:
             size += gap / index.kv_block * self._kv_bytes
-        return value.age + value.weight * (1 + value.uses) * gap / size * self._state_bytes
+        uses = _GUESS if value.is_guess else 1 + value.uses
+        return value.age[_STATE] + uses * gap / size * self._state_bytes
 
-    def _push(self, node: Node, age: float | None = None) -> None:
-        value = node.value
-        assert value is not None
-        value.age = value.age if age is None else age
-        value.turn = next(self._turn)
-        heapq.heappush(self._heap, (self._worth(node), value.turn, node))
-        if len(self._heap) > 2 * self._index.state_pages + 64:
-            self._heap = [entry for entry in self._heap if self._is_current(entry)]
-            heapq.heapify(self._heap)
+    def _push(self, node: Node) -> None:
+        """Enter a checkpoint that was cached just now; older entries count no more."""
+        assert node.value is not None
+        node.value.turn = next(self._turn)
+        self._enter(_STATE, node)
+        if not node.covered_children:
+            self._enter(_KV, node)
 
-
-def used(node: Node) -> None:
-    """A request resumes from the checkpoint."""
-    if node.value is not None:
-        node.value.uses += 1
-        node.value.weight = 1.0
+    def _enter(self, order: int, node: Node) -> None:
+        heap = self._heaps[order]
+        assert node.value is not None
+        heapq.heappush(heap, (self._worth(order, node), node.value.turn, node))
+        if len(heap) > 2 * self._index.state_pages + 64:
+            heap[:] = [entry for entry in heap if self._is_current(entry)]
+            heapq.heapify(heap)
 
 
 def speculative() -> Value:
     """For a checkpoint that nobody asked for yet."""
-    return Value(weight=_SPECULATIVE)
+    return Value(is_guess=True)

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from midstream.errors import ConfigError, ContractError
 from midstream.runtime.coordinator import Hit, Tokens, Window, find_resume_point
 from midstream.runtime.events import Cleared, EventLog, Removed, Stored
-from midstream.runtime.eviction import EVICTIONS, LruEvictor, ValueEvictor, used
+from midstream.runtime.eviction import EVICTIONS, LruEvictor, ValueEvictor
 from midstream.runtime.pages import NULL_PAGE, PagePool
 from midstream.runtime.tree import Node, Value, cover, is_covered, uncover
 
@@ -283,7 +283,7 @@ class PrefixIndex:
                 group.pool.release(row)
             raise
         if hit.node is not None:
-            used(hit.node)
+            self._evictor.on_used(hit.node)
 
     def retract(self, key: int, page: int) -> None:
         """Drop a checkpoint that a later one of the same request replaces, unless somebody used it."""

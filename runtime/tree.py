@@ -15,10 +15,10 @@ from dataclasses import dataclass
 class Value:
     """What the eviction policy knows of a checkpoint."""
 
-    weight: float = 1.0
+    is_guess: bool = False  # made in the hope of a shared prefix, and not used yet
     uses: int = 0
-    age: float = 0.0  # value at which the last checkpoint went, when this one was last used
-    turn: int = -1  # its entry in the policy's heap
+    age: tuple[float, float] = (0.0, 0.0)  # of the policy's two orders, when it was last used
+    turn: int = -1  # its entries in them
 
 
 class Node:

@@ -93,6 +93,28 @@ def test_little_saved_work_goes_before_much_and_unasked_before_asked() -> None:
     assert order == [[True, True, False], [True, False, False], [False] * 3]
 
 
+def test_where_kv_pages_are_short_age_decides_and_not_the_tokens_that_a_state_saves() -> None:
+    index = index_of()
+    old, new = put(index, "a", 12, (12,)), put(index, "b", 3, (3,))
+    evict_kv(index, 1)
+    assert (states_left(index, old), states_left(index, new)) == ([], [3])
+
+
+def test_the_checkpoint_before_one_that_goes_takes_over_its_age() -> None:
+    index = index_of()
+    put(index, "first", 2, (2,))
+    turns = put(index, "a", 6, (3, 6))
+    use(index, turns[:3])
+    use(index, turns[:3])
+    evict_kv(index, 1)  # the first: from now on age counts
+    use(index, turns)
+    other = put(index, "b", 2, (2,))
+    evict_kv(index, 1 + 3)
+    assert (states_left(index, turns), states_left(index, other)) == ([3], [2])
+    evict_kv(index, 1)
+    assert (states_left(index, turns), states_left(index, other)) == ([3], [])
+
+
 def test_use_keeps_a_checkpoint_and_no_use_for_long_lets_it_go() -> None:
     index = index_of()
     old, used = put(index, "a", 5, (5,)), put(index, "b", 5, (5,))
@@ -136,4 +158,4 @@ def test_mode_of_many_uses_keeps_the_heap_small() -> None:
     keys = put(index, "a", 3, (3,))
     for _ in range(500):
         use(index, keys)
-    assert len(index._evictor._heap) <= 2 + 64 + 1  # type: ignore[union-attr]
+    assert all(len(heap) <= 2 + 64 + 1 for heap in index._evictor._heaps)  # type: ignore[union-attr]
