@@ -72,7 +72,6 @@ class OpSpec:
     traffic: Callable[[Args], tuple[int, int]]  # -> (bytes moved, arithmetic operations)
     export_alignment: int | None  # tokens between positions where a chunk op can export its state
     overload: Callable[..., None]  # torch.ops.<namespace>.<name>.default
-    # of the next two, names that the schema does not have are idle
     arenas: tuple[str, ...]  # page-major arguments [N, E], whose pages may lie further apart than E
     results: tuple[str, ...]  # written without being read
     bench_cases: tuple[
@@ -133,20 +132,29 @@ def describe_op(
     tolerance: Tolerance,
     traffic: Callable[[Args], tuple[int, int]],
     export_alignment: int | None = None,
-    arenas: tuple[str, ...] = ("arena",),
-    results: tuple[str, ...] = ("out",),
+    arenas: tuple[str, ...] | None = None,
+    results: tuple[str, ...] | None = None,
     bench_cases: tuple[OpCase, ...] = (),
 ) -> OpSpec:
     """Declare an op that is registered already, e.g. `torch.ops.acme.leaky_step.default`.
 
-    The other arguments are the fields of `OpSpec`.
+    The other arguments are the fields of `OpSpec`; `arenas` and `results` are by default the arguments
+    named `arena` and `out`, if there are such.
     Raises:
-        ContractError: when the schema returns a value or mutates nothing.
+        ContractError: when the schema returns a value or mutates nothing, lacks a name that is given, or
+            when there are no cases.
     """
     schema = str(overload._schema)  # type: ignore[attr-defined]
     head, _, tail = schema.partition("(")
     name = head.rpartition("::")[2]
     _check_schema(name, tail, schema)
+    known = [argument.name for argument in overload._schema.arguments]  # type: ignore[attr-defined]
+    unknown = [n for n in (*(arenas or ()), *(results or ())) if n not in known]
+    if unknown or not cases:
+        raise ContractError(
+            f"describe_op: {name} has the arguments {known}, but arenas and results name {unknown}, and "
+            f"{len(cases)} cases; expected names of arguments and at least one case, or nothing is proven"
+        )
     return OpSpec(
         name=name,
         schema=schema,
@@ -157,8 +165,8 @@ def describe_op(
         traffic=traffic,
         export_alignment=export_alignment,
         overload=overload,
-        arenas=arenas,
-        results=results,
+        arenas=tuple(n for n in ("arena",) if n in known) if arenas is None else arenas,
+        results=tuple(n for n in ("out",) if n in known) if results is None else results,
         bench_cases=bench_cases,
     )
 

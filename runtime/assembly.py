@@ -80,13 +80,12 @@ def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
             is_cuda=lowered.device.type == "cuda",
         )
         config = resolve(options, limits, free_memory(lowered.device))
-        parts = _build(lowered, tokenizer, config)
+        page_bytes = PageBytes(limits.state_page_bytes, limits.kv_page_bytes)
+        _log.info("%s", describe_pages(config, page_bytes))
+        return _build(lowered, tokenizer, config)
     except BaseException:
         lowered.undo()
         raise
-    page_bytes = PageBytes(limits.state_page_bytes, limits.kv_page_bytes)
-    _log.info("%s", describe_pages(config, page_bytes))
-    return parts
 
 
 def describe_pages(config: ResolvedConfig, page_bytes: PageBytes) -> str:

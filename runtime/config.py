@@ -130,13 +130,20 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
     if config.max_len is not None:
         _at_most("max_len", config.max_len, kv_tokens, "tokens that the KV pages hold")
         _at_most("max_len", config.max_len, held[-1], "tokens whose states the state pages hold")
+    max_len = min([*known, *held])
+    if max_len < 2:
+        raise ConfigError(
+            f"Engine: {num_state} state pages of {config.state_block} tokens and {num_kv} KV pages of "
+            f"{config.kv_block} hold a sequence of {max(max_len, 0)} tokens in cache_mode="
+            f"{config.cache_mode!r}; expected room for at least 2; raise memory or the page counts"
+        )
     return ResolvedConfig(
         cache_mode=config.cache_mode,
         state_block=config.state_block,
         kv_block=config.kv_block,
         max_rows=config.max_rows,
         max_step_tokens=config.max_step_tokens,
-        max_len=min([*known, *held]),
+        max_len=max_len,
         num_state_pages=num_state,
         num_kv_pages=num_kv,
         graph_rows=ladder(min(config.max_rows, config.max_step_tokens)) if captured else (),

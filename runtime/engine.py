@@ -158,7 +158,7 @@ class Engine:
     def abort(self, handle: Handle) -> None:
         """End a request now.  Its output arrives with the next `step()`; unknown handles are ignored."""
         self._check_open()
-        request = self._requests.get(handle.request_id)
+        request = self._requests.get(_id_of(handle))
         if request is not None:
             self._finish(request, "abort", (), None)
 
@@ -197,11 +197,12 @@ class Engine:
         Raises:
             ContractError: the engine does not know the request.
         """
-        request = self._requests.get(handle.request_id)
-        lookup = request.lookup if request else self._lookups.get(handle.request_id)
+        number = _id_of(handle)
+        request = self._requests.get(number)
+        lookup = request.lookup if request else self._lookups.get(number)
         if request is None and lookup is None:
             raise ContractError(
-                f"Engine: request {handle.request_id} is not known here; expected a handle of this engine, "
+                f"Engine: request {number} is not known here; expected a handle of this engine, "
                 f"among the last {_REMEMBERED} that finished"
             )
         if lookup is None:
@@ -443,3 +444,11 @@ class Engine:
     def _check_open(self) -> None:
         if self._closed:
             raise ContractError("Engine: the engine is closed; make a new one")
+
+
+def _id_of(handle: Handle) -> int:
+    if not isinstance(handle, Handle):
+        raise ConfigError(
+            f"Engine: {handle!r} is no handle; expected what `add` returned; keep it with the request"
+        )
+    return handle.request_id

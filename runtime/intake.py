@@ -14,7 +14,7 @@ from midstream.errors import CapacityError, ConfigError
 from midstream.runtime.config import ResolvedConfig
 from midstream.runtime.hashing import encode_extra
 from midstream.runtime.request import Output, Request, Timing
-from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams
+from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams, as_int
 from midstream.runtime.slots import SlotSampling
 
 Prompt = str | Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -43,11 +43,17 @@ class Intake:
 
         Raises:
             ConfigError: an empty prompt, a wrong type, ids out of range, too many stop ids, a mark
-                outside of the prompt.
+                outside of the prompt, a priority that is no number, a salt that is no text.
             CapacityError: longer than the pools or the longest sequence hold.
         """
         params = SamplingParams() if params is None else params
         _check_params(params)
+        order = as_int(priority)
+        if order is None or not (salt is None or isinstance(salt, str)):
+            raise ConfigError(
+                f"Engine: priority={priority!r}, salt={salt!r}; expected a whole number, and text or None; "
+                "smaller priorities go first, and requests of one salt share saved state"
+            )
         if params.stop and self.tokenizer is None:
             raise ConfigError(
                 f"Engine: stop={params.stop!r} needs text, but the engine has no tokenizer; "
@@ -78,7 +84,7 @@ class Intake:
                 params, seed, stop_ids, len(tokens) + min(params.min_tokens, room)
             ),
             max_tokens=min(params.max_tokens, room),
-            priority=priority,
+            priority=order,
             root=encode_extra({} if salt is None else {"salt": salt}),
             streamed=streamed,
             watched=streamed or bool(params.stop) or params.logprobs is not None,
@@ -86,13 +92,13 @@ class Intake:
         )
 
     def pair(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams | None]]:
         """Each prompt with its parameters.  Raises ConfigError when the numbers differ."""
-        flat = not isinstance(prompts, Iterable) or any(isinstance(p, int) for p in prompts)
-        if isinstance(prompts, str) or flat:
+        given, prompts = prompts, list(prompts) if isinstance(prompts, Iterable) else [0]
+        if isinstance(given, str) or any(as_int(prompt) is not None for prompt in prompts):
             raise ConfigError(
-                f"Engine: prompts is {str(prompts)[:40]!r}; expected a list of prompts; "
+                f"Engine: prompts is {str(given)[:40]!r}; expected a list of prompts; "
                 "pass [text] or [[1, 2, 3]] for a single one"
             )
         if params is None or isinstance(params, SamplingParams):
@@ -172,13 +178,14 @@ class Intake:
 
 
 def _marks(marks: Iterable[int], length: int) -> tuple[int, ...]:
-    found = list(marks)
-    if any(type(mark) is not int or not 1 <= mark <= length for mark in found):
+    found = [as_int(mark) for mark in marks] if isinstance(marks, Iterable) else [None]
+    positions = [mark for mark in found if mark is not None and 1 <= mark <= length]
+    if len(positions) < len(found):
         raise ConfigError(
-            f"Engine: checkpoint_at={found}; expected whole numbers from 1 to {length}, the tokens of the "
+            f"Engine: checkpoint_at={marks}; expected whole numbers from 1 to {length}, the tokens of the "
             "prompt; mark positions inside of the prompt"
         )
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(positions)))
 
 
 def _check_params(params: Any) -> None:

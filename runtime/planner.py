@@ -90,6 +90,7 @@ def plan_pages(
     budget = parse_memory(config.memory, free_bytes)
     mix = parse_mix(config.mix)
     if mix is not None:
+        _check_mix(mix, config, max_positions)
         return _pages_for(mix, config, page_bytes, budget)
     longest = config.max_len or max_positions or 8192
     num_kv = config.num_kv_pages
@@ -131,6 +132,15 @@ def _states_wanted(config: EngineConfig, longest: int, num_kv: int) -> int:
     if config.cache_mode == "all":
         return config.max_rows * state_pages("all", longest, config.state_block) + checkpoints
     return 2 * config.max_rows + checkpoints
+
+
+def _check_mix(mix: Mix, config: EngineConfig, max_positions: int | None) -> None:
+    longest = min(n for n in (config.max_len, max_positions or None, mix.length) if n is not None)
+    if mix.sequences > config.max_rows or mix.length > longest:
+        raise ConfigError(
+            f"Engine: mix={config.mix!r}, but max_rows is {config.max_rows} and the longest sequence has "
+            f"{longest} tokens; expected a mix within both; raise max_rows or max_len, or plan for less"
+        )
 
 
 def _pages_for(

@@ -103,7 +103,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         ):
             self._refuse("stop_token_ids", what, fix)
         given = tuple(self.stop_token_ids)
-        ids = [_as_int(entry) for entry in given]
+        ids = [as_int(entry) for entry in given]
         if len(set(ids)) > MAX_STOP_IDS or any(i is None or not 0 <= i <= _MAX_INT32 for i in ids):
             self._refuse("stop_token_ids", what, fix)
         object.__setattr__(self, "stop_token_ids", tuple(ids))
@@ -121,7 +121,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         object.__setattr__(self, "stop", texts)
 
     def _check_int(self, name: str, low: int, high: int, fix: str) -> None:
-        value = _as_int(getattr(self, name))
+        value = as_int(getattr(self, name))
         if value is None or not low <= value <= high:
             self._refuse(name, f"an integer from {low} to {high}", fix)
         object.__setattr__(self, name, value)
@@ -138,7 +138,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         )
 
 
-def _as_int(value: object) -> int | None:
+def as_int(value: object) -> int | None:
     """Integers of Python, NumPy and so on; None for all else, True and False included."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         return None

@@ -182,3 +182,12 @@ def test_a_described_op_must_write_arguments_too():
         describe_op(
             add, launch=add, reference=add, cases=CASES, tolerance=EXACT, traffic=lambda _: (0, 0)
         )
+
+
+def test_a_name_that_the_schema_lacks_and_an_op_without_cases_are_refused():
+    spec = _define("midstream_test::named")
+    same = {"launch": _double, "reference": _double, "tolerance": ROUNDED, "traffic": spec.traffic}
+    with pytest.raises(ContractError, match=r"results name \['outt'\]"):
+        describe_op(spec.overload, cases=CASES, results=("outt",), **same)
+    with pytest.raises(ContractError, match="0 cases"):
+        describe_op(spec.overload, cases=(), **same)

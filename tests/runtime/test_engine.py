@@ -487,3 +487,40 @@ def test_min_tokens_puts_a_stop_string_off(device: torch.device) -> None:
         assert whole.text
         params = midstream.SamplingParams(min_tokens=10, stop=whole.text[0], **greedy)
         assert len(next(iter(engine.generate(["abc"], params))).token_ids) >= 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cache_mode": "all", "num_state_pages": 4, "num_kv_pages": 4},
+        {"kv_block": 1, "state_block": 1, "num_state_pages": 4, "num_kv_pages": 2},
+    ],
+    ids=["all", "one-token-pages"],
+)
+def test_pools_too_small_for_any_sequence_are_refused_and_the_model_is_given_back(
+    model: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(midstream.ConfigError, match="expected room for at least 2"):
+        midstream.Engine(model, max_rows=1, **options)
+    with midstream.Engine(model, max_rows=1, max_len=32) as engine:
+        assert len(list(engine.generate([[5, 6]], midstream.SamplingParams(max_tokens=2)))) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"priority": None}, {"priority": 1.5}, {"salt": 3}, {"checkpoint_at": 3}]
+)
+def test_a_refused_request_leaves_nothing_behind(model: Any, wrong: dict[str, Any]) -> None:
+    with midstream.Engine(model, **OPTIONS) as engine:
+        with pytest.raises(midstream.ConfigError, match="expected"):
+            engine.add([5] * 5, **wrong)
+        assert engine.num_unfinished == 0
+        engine.add([5] * 5, checkpoint_at=np.array([3]), priority=np.int64(1))
+        with pytest.raises(midstream.ConfigError, match="3 is no handle"):
+            engine.abort(3)  # type: ignore[arg-type]
+
+
+def test_prompts_may_come_from_an_iterator(model: Any) -> None:
+    params = midstream.SamplingParams(max_tokens=2, **GREEDY)
+    with midstream.Engine(model, **OPTIONS) as engine:
+        outputs = list(engine.generate((p for p in ([5, 6], [7])), params))
+    assert [out.prompt_token_ids for out in outputs] == [(5, 6), (7,)]

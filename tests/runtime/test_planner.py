@@ -177,3 +177,12 @@ def test_the_capacity_that_is_reported_runs_at_once_without_preemption(mode: str
     rig.run()
     assert rig.scheduler.num_preemptions == 0
     assert rig.done == {i: answer(prompt, 28) for i, prompt in enumerate(prompts)}
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_rows": 1}, {"max_len": 50}, {}], ids=["rows", "length", "positions"]
+)
+def test_a_mix_that_no_step_or_sequence_can_hold_is_refused(options: dict[str, int]) -> None:
+    config = EngineConfig(mix="4x100", memory="1GiB", **options)
+    with pytest.raises(ConfigError, match="expected a mix within both"):
+        plan_pages(config, LIMITS if options else replace(LIMITS, max_positions=64), 0)
