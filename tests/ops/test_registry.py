@@ -191,3 +191,27 @@ def test_a_name_that_the_schema_lacks_and_an_op_without_cases_are_refused():
         describe_op(spec.overload, cases=CASES, results=("outt",), **same)
     with pytest.raises(ContractError, match="0 cases"):
         describe_op(spec.overload, cases=(), **same)
+
+
+def test_a_kernel_that_disturbs_the_pages_of_others_within_the_tolerance_is_caught():
+    def build(gen, dtype, device):
+        arena = torch.randn(3, 4, generator=gen).to(device, dtype)
+        return {"arena": arena, "x": torch.randn(4, generator=gen).to(device, dtype)}
+
+    def write_page(arena, x):
+        arena[1] = x
+
+    def disturb(arena, x):
+        write_page(arena, x)
+        arena[2] *= 1 + 2e-7
+
+    def declared(name, launch):
+        return define_op(
+            f"midstream_test::{name}(Tensor(a!) arena, Tensor x) -> ()", cuda=launch, cpu=write_page,
+            cases=(OpCase("N3-E4", build),), tolerance=ROUNDED, traffic=lambda args: (0, 0),
+        )  # fmt: skip
+
+    right, wrong = declared("keeps", write_page), declared("disturbs", disturb)
+    check_kernel(right, right.cases[0], torch.float32, CPU)
+    with pytest.raises(AssertionError, match="pages of arena that are others' differ"):
+        check_kernel(wrong, wrong.cases[0], torch.float32, CPU)
