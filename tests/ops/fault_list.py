@@ -69,9 +69,9 @@ FAULTS = (
     ),
     Fault(
         "ops/token_filter.py",
-        "top_p forgets what top_k cut",
-        "lowest_key = tl.maximum(lowest_key, crossing)",
-        "lowest_key = crossing",
+        "top_p counts the mass that top_k cut",
+        "sums += tl.where(ordered(clean) >= lowest_key,",
+        "sums += tl.where(clean == clean,",
     ),
     Fault(
         "ops/scatter_slots.py",

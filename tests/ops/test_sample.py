@@ -18,37 +18,51 @@ def float_bits(value: float, slots: int) -> torch.Tensor:
     return torch.full((slots,), value).view(torch.int32)
 
 
-def many_draws(logit: torch.Tensor, draws: int, seeds: bool, **filters: float) -> torch.Tensor:
-    """Tokens that the reference draws from one row of logits, at as many seeds or positions."""
+def many_draws(
+    logit: torch.Tensor,
+    draws: int,
+    seeds: bool,
+    run=sample.reference,
+    device="cpu",
+    **filters: float,
+) -> torch.Tensor:
+    """Tokens that `run` draws from one row of logits, at as many seeds or positions."""
     index = torch.arange(draws, dtype=torch.int32)
     zeros = torch.zeros(draws, dtype=torch.int32)
-    token = zeros.clone()
-    sample.reference(
-        token=token,
-        logprob=torch.zeros(draws),
-        last_token=zeros.clone(),
-        computed=zeros.clone() if seeds else index.clone(),
-        accepted=zeros.clone(),
-        logits=logit.repeat(draws, 1),
-        row_slot=index,
-        row_start=torch.arange(draws + 1, dtype=torch.int32),
-        row_sample=zeros + 1,
-        temperature=float_bits(filters.get("temperature", 1.0), draws),
-        top_k=zeros + int(filters.get("top_k", 0)),
-        top_p=float_bits(filters.get("top_p", 1.0), draws),
-        min_p=float_bits(filters.get("min_p", 0.0), draws),
-        seed=torch.stack([index if seeds else zeros, zeros], 1),
-        stop_id=torch.full((draws, 8), -1, dtype=torch.int32),
-        min_position=zeros,
-        rows=draws,
-    )
-    return token
+    args = {
+        "token": zeros.clone(),
+        "logprob": torch.zeros(draws),
+        "last_token": zeros.clone(),
+        "computed": zeros.clone() if seeds else index.clone(),
+        "accepted": zeros.clone(),
+        "logits": logit.repeat(draws, 1),
+        "row_slot": index,
+        "row_start": torch.arange(draws + 1, dtype=torch.int32),
+        "row_sample": zeros + 1,
+        "temperature": float_bits(filters.get("temperature", 1.0), draws),
+        "top_k": zeros + int(filters.get("top_k", 0)),
+        "top_p": float_bits(filters.get("top_p", 1.0), draws),
+        "min_p": float_bits(filters.get("min_p", 0.0), draws),
+        "seed": torch.stack([index if seeds else zeros, zeros], 1),
+        "stop_id": torch.full((draws, 8), -1, dtype=torch.int32),
+        "min_position": zeros,
+    }
+    args = {name: value.to(device) for name, value in args.items()}
+    run(**args, rows=draws)
+    return args["token"].cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("spec", "case"), [*op_cases(sample)], ids=[*CASES])
 def test_kernel_draws_the_token_of_the_reference(spec, case, dtype, device):
     check_kernel(spec, case, dtype, device)
+
+
+def test_top_p_measures_the_mass_that_top_k_left(device):
+    """0.3 of 0.7 is more than 0.42 of it, and less than 0.42 of all."""
+    logit = torch.tensor([0.3, 0.2, 0.2, 0.1, 0.1, 0.1]).log()
+    drawn = many_draws(logit, 8, True, sample.launch, device, top_k=3, top_p=0.42)
+    assert not drawn.any()
 
 
 def test_is_a_well_formed_torch_operator():
