@@ -56,12 +56,12 @@ def _copy(tree: Path) -> None:
 
 def _try(trees: SimpleQueue[Path], fault: Fault) -> str:
     """What noticed the fault; empty when nothing did."""
-    tree = trees.get()
-    path = tree / fault.file
-    text = path.read_text()
+    text = (ROOT / fault.file).read_text()
     if text.count(fault.old) != 1:
         print(f"{fault.name}: {fault.old!r} occurs {text.count(fault.old)} times in {fault.file}")
         return ""
+    tree = trees.get()
+    path = tree / fault.file
     path.write_text(text.replace(fault.old, fault.new))
     try:
         found = _first_failure(tree, fault.tests)
