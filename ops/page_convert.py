@@ -33,9 +33,9 @@ from midstream.ops.page_words import (
 )
 from midstream.ops.registry import EXACT, Args, OpCase, define_op
 
-_PIECE = 2048  # elements of a temporal page that a program converts per turn
-_CONV_TILE = 1024  # words of a convolution page that it copies per turn
-_WARPS = 4
+_PIECE = 1024  # elements of a temporal page that a program converts per turn
+_CONV_TILE = 512  # words of a convolution page that it copies per turn
+_WARPS = 2
 
 
 def page_convert_ref(

@@ -15,15 +15,15 @@ Letters: R capacity of the list, N pages, E elements of a page.
 Traffic: twice the bytes of a page per move, nothing when nothing moves.  No arithmetic: bit-exact.
 
 Physics: at the copy rate of an H200 (4.2 TB/s, half of it reads) about 2 MB must be in flight to
-cover a latency of 1 us, 16 KB per SM, and two to four times that in a loaded machine.  A program
-loads two pieces before it stores one, so an SM has 2 * PROGRAMS_PER_SM pieces in flight;
-all its programs must be resident, or part of the grid waits until the rest is done.  What a short move loses:
+cover a latency of 1 us, 16 KB per SM, and more in a loaded machine.  Many small programs with one
+piece each do better than few that hold several.  All programs of an SM must be resident, or part of
+the grid waits until the rest is done.  What a short move loses:
 * the launch and the latencies of count, list and page, one after the other.  The list is read
   before the count is known, so that two of the three overlap.
 * its tail.  Pieces are dealt to all programs in turn, over the borders of pages, so that programs
   differ by one piece at most.
-Measured variants (larger pieces, fewer programs, cache hints, dealing by an atomic counter, dependent
-launch, bulk copies): docs/log.md.
+Measured variants (larger pieces, fewer or more programs, cache hints, dealing by an atomic counter,
+dependent launch, bulk copies): docs/log.md.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ from midstream.ops.page_words import (
 )
 from midstream.ops.registry import EXACT, NULL_PAGE, Args, OpCase, define_op
 
-_PIECE_BYTES = 4096  # of a page that stay together
+_PIECE_BYTES = 2048  # of a page that stay together
+_WARPS = 2  # two 128-bit accesses of a thread move a piece
 _PARTS = 8  # programs that share the window of one layer
-_CONV_TILE = 1024  # words of a convolution page that a program copies per turn
+_CONV_TILE = 512  # words of a convolution page that a program copies per turn
 _WINDOW_TILE = 128  # words (else channels) of each row of a window that a program holds at once
 _CARRIER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
@@ -140,17 +141,6 @@ def _listed_pages(move_from_ptr, move_to_ptr, move, capacity):
 
 
 @triton.jit
-def _load_piece(
-    ptr, stride, source, target, place, words, listed, PIECE: tl.constexpr
-):  # fmt: skip
-    """Piece `place` of page `source`, where it goes in page `target`, and which of its words."""
-    word = place * PIECE + tl.arange(0, PIECE)
-    moving = listed & (source != target) & (word < words)
-    piece = tl.load(ptr + wide_offset(source, stride) + word, moving)
-    return piece, ptr + wide_offset(target, stride) + word, moving
-
-
-@triton.jit
 def _page_move_kernel(
     temporal_ptr,  # i64[N, temporal_words]
     conv_word_ptr,  # i64[N, conv_words]
@@ -180,10 +170,9 @@ def _page_move_kernel(
     PROGRAMS: tl.constexpr,
 ):
     program = tl.program_id(0)
-    a, b = program, program + PROGRAMS  # the two pieces of a turn
+    piece = program
     # before the count is known: one latency instead of two
-    a_from, a_to = _listed_pages(move_from_ptr, move_to_ptr, a // page_pieces, capacity)
-    b_from, b_to = _listed_pages(move_from_ptr, move_to_ptr, b // page_pieces, capacity)
+    source, target = _listed_pages(move_from_ptr, move_to_ptr, piece // page_pieces, capacity)
     num_moves = tl.load(num_moves_ptr)
 
     parts = conv_layers * PARTS
@@ -220,20 +209,13 @@ def _page_move_kernel(
             )
 
     end = num_moves * page_pieces
-    while a < end:
-        a_words, a_ptrs, a_moving = _load_piece(
-            temporal_ptr, temporal_stride, a_from, a_to, a % page_pieces, temporal_words, a < end,
-            PIECE,
-        )  # fmt: skip
-        b_words, b_ptrs, b_moving = _load_piece(
-            temporal_ptr, temporal_stride, b_from, b_to, b % page_pieces, temporal_words, b < end,
-            PIECE,
-        )  # fmt: skip
-        a, b = a + 2 * PROGRAMS, b + 2 * PROGRAMS
-        a_from, a_to = _listed_pages(move_from_ptr, move_to_ptr, a // page_pieces, capacity)
-        b_from, b_to = _listed_pages(move_from_ptr, move_to_ptr, b // page_pieces, capacity)
-        tl.store(a_ptrs, a_words, mask=a_moving)
-        tl.store(b_ptrs, b_words, mask=b_moving)
+    while piece < end:
+        word = piece % page_pieces * PIECE + tl.arange(0, PIECE)
+        moving = (source != target) & (word < temporal_words)
+        words = tl.load(temporal_ptr + wide_offset(source, temporal_stride) + word, mask=moving)
+        tl.store(temporal_ptr + wide_offset(target, temporal_stride) + word, words, mask=moving)
+        piece += PROGRAMS
+        source, target = _listed_pages(move_from_ptr, move_to_ptr, piece // page_pieces, capacity)
 
 
 def _launch(
@@ -256,7 +238,7 @@ def _launch(
         conv_width.shape[0],
         ROWS=window_rows, ROWS_POW2=triton.next_power_of_2(window_rows), WINDOW_TILE=_WINDOW_TILE,
         CONV_TILE=_CONV_TILE, PARTS=_PARTS, PER_WORD=WORD // conv.element_size(), PIECE=piece,
-        PROGRAMS=programs, num_warps=4, maxnreg=REGISTERS,
+        PROGRAMS=programs, num_warps=_WARPS, maxnreg=REGISTERS,
     )  # fmt: skip
 
 

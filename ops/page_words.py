@@ -17,8 +17,8 @@ from torch import Tensor
 from midstream.errors import ContractError
 
 WORD = 8  # bytes; two words make one 128-bit access
-PROGRAMS_PER_SM = 6  # fixed grid: how much moves is known on the device only
-REGISTERS = 80  # of a thread, at most, so that all programs of 128 threads are resident
+PROGRAMS_PER_SM = 12  # fixed grid: how much moves is known on the device only
+REGISTERS = 80  # of a thread, at most, so that all programs of 64 threads are resident
 _PROGRAMS_EMULATED = 3  # in the interpreter
 
 

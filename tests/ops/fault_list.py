@@ -184,8 +184,8 @@ FAULTS = (
     Fault(
         "ops/page_move.py",
         "only the first piece of each program moves",
-        "        a, b = a + 2 * PROGRAMS, b + 2 * PROGRAMS\n",
-        "        a, b = end, end\n",
+        "        piece += PROGRAMS\n",
+        "        piece = end\n",
     ),
     Fault(
         "ops/page_move.py",
