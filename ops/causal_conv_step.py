@@ -23,6 +23,7 @@ from torch import Tensor
 
 from midstream.errors import ContractError
 from midstream.ops.case_data import decode_pages, draw, draw_pitched, element_offset, poisoned_arena
+from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
@@ -84,7 +85,9 @@ def _causal_conv_step_kernel(
     TILE: tl.constexpr,  # channels of a program
     ALIGN: tl.constexpr,  # elements on which pages and regions start
     SILU: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = channel < D
@@ -137,11 +140,13 @@ def _launch(
     rows, (channels, taps) = x.shape[0], weight.shape
     if rows == 0:
         return
+    # without fusion lanes that hold the same sum agree in its last bit, whichever of them is heard
     _causal_conv_step_kernel[(rows, triton.cdiv(channels, _TILE))](
         arena, out, x, weight, bias, offset, read_page, write_page,
         arena.stride(0), out.stride(0), x.stride(0),
         D=channels, W=taps, W_TILE=triton.next_power_of_2(taps), WEIGHT_STRIDE=weight.stride(0),
         TILE=_TILE, ALIGN=aligned_elements(arena), SILU=silu, num_warps=1,
+        enable_fp_fusion=False, **dependent_launch(),
     )  # fmt: skip
 
 

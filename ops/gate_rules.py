@@ -23,10 +23,12 @@ MAX_REGISTERS = 255  # of a thread: what the instruction set can name
 MAX_STREAMING_REGISTERS = 128  # 65536 registers of an SM / 16 warps / 32 threads
 
 _SAMPLE = "32 logits, their noise and 4 counter words a thread; one scan of the logits a step"
+_COLUMNS = "whole columns of 128 keys, so that sums between warps are few; faster than smaller tiles"
 _SCAN = "a thread keeps its states over all tokens of a row; the exponentials are the bound"
 
 # (op, kernel): registers, why the kernel may need more than its op's bound
 REGISTERS: dict[tuple[str, str], tuple[int, str]] = {
+    ("gated_delta_step", "_step_kernel"): (255, _COLUMNS),
     ("sample", "_scan_kernel"): (168, _SAMPLE),
     ("selective_scan_chunk", "_selective_scan_chunk_kernel"): (216, _SCAN),
 }

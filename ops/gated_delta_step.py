@@ -33,14 +33,14 @@ from midstream.ops.case_data import (
     element_offset,
     poisoned_arena,
 )
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.dependent_launch import after_previous, dependent_launch
+from midstream.ops.paged_state import FUSE_FROM, aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
 NORM_EPS = 1e-6  # added to the squared length inside the root, as transformers does
 MAX_KEY_WIDTH = 256  # a program holds whole columns of the state
 _START = 192  # element at which the region of a case starts
-_TILE_V = 32  # values per program: 128 bytes of every state line, and 128 programs for H=32, V=128
-_WARPS = 4
+_FEW_ROWS = 8  # below, small tiles keep all processors busy
 
 
 def delta_rule(
@@ -89,13 +89,26 @@ def gated_delta_step_ref(
 @triton.jit
 def delta_rule_token(state, q, k, v, g, beta, SCALE: tl.constexpr, EPS: tl.constexpr):
     """One token of one head: a [K, V] tile of the state after it, and its output; all in fp32."""
-    k *= tl.rsqrt(tl.sum(k * k, 0) + EPS)
-    q *= tl.rsqrt(tl.sum(q * q, 0) + EPS) * SCALE
     state *= tl.exp(g)
-    # both sums over the old state, so that neither waits for the update
-    update = beta * (v - tl.sum(state * k[:, None], 0))
-    result = tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * update
-    return state + k[:, None] * update[None, :], result
+    # Sums between warps wait for each other, so there are two of them and not five: over the old state,
+    # so that none needs the update, and over keys and queries before they are scaled.
+    kk, qq, qk = tl.reduce((k * k, q * q, q * k), 0, _add_three)
+    along_k, along_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    k_scale = tl.rsqrt(kk + EPS)
+    q_scale = tl.rsqrt(qq + EPS) * SCALE
+    update = beta * (v - k_scale * along_k)
+    result = q_scale * (along_q + k_scale * qk * update)
+    return state + k[:, None] * (k_scale * update)[None, :], result
+
+
+@triton.jit
+def _add_two(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def _add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
 
 
 @triton.jit
@@ -129,42 +142,46 @@ def _step_kernel(
     ALIGN: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,  # of a program, one after the other
     THREADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
-    head = tl.program_id(1)
+    after_previous(DEPENDENT)
+    first_head = tl.program_id(1) * HEADS
     row = tl.program_id(2)
     wide_row = row.to(tl.int64)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    out_at = out_ptr + wide_row * out_row + head * out_head + value
     target = tl.load(write_page_ptr + row)
-    if target == 0:
-        tl.store(out_at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=value < V)
-        return
     source = tl.load(read_page_ptr + row)
     offset = tl.load(offset_ptr)
+    if target == 0:
+        for head in range(first_head, first_head + HEADS):
+            out_at = out_ptr + wide_row * out_row + head * out_head + value
+            tl.store(out_at, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=value < V)
+        return
     # pages and regions start on 128 bytes; without the hint every access would be a scalar one
     read_at = tl.multiple_of(source.to(tl.int64) * page_stride + offset, ALIGN)
     write_at = tl.multiple_of(target.to(tl.int64) * page_stride + offset, ALIGN)
-
     key = tl.arange(0, BLOCK_K)
-    place = head * (K * V) + key[:, None] * V + value[None, :]
     inside = (key[:, None] < K) & (value[None, :] < V)
-    state = tl.load(arena_ptr + read_at + place, mask=inside & (source > 0), other=0.0)
-
-    key_head = head // HEADS_PER_KEY
-    k_at = k_ptr + wide_row * k_row + key_head * k_head + key
-    q_at = q_ptr + wide_row * q_row + key_head * q_head + key
-    v_at = v_ptr + wide_row * v_row + head * v_head + value
-    k = tl.load(k_at, mask=key < K, other=0.0).to(tl.float32)
-    q = tl.load(q_at, mask=key < K, other=0.0).to(tl.float32)
-    v = tl.load(v_at, mask=value < V, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + wide_row * g_row + head).to(tl.float32)
-    beta = tl.load(beta_ptr + wide_row * beta_row + head).to(tl.float32)
-    state, result = delta_rule_token(state.to(tl.float32), q, k, v, g, beta, SCALE, EPS)
-    if BLOCK_K * BLOCK_V < THREADS:  # in place: every warp loads a small tile and one stores it
-        tl.debug_barrier()
-    tl.store(arena_ptr + write_at + place, state.to(arena_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
+    for head in range(first_head, first_head + HEADS):
+        place = head * (K * V) + key[:, None] * V + value[None, :]
+        state = tl.load(arena_ptr + read_at + place, mask=inside & (source > 0), other=0.0)
+        key_head = head // HEADS_PER_KEY
+        k_at = k_ptr + wide_row * k_row + key_head * k_head + key
+        q_at = q_ptr + wide_row * q_row + key_head * q_head + key
+        v_at = v_ptr + wide_row * v_row + head * v_head + value
+        k = tl.load(k_at, mask=key < K, other=0.0).to(tl.float32)
+        q = tl.load(q_at, mask=key < K, other=0.0).to(tl.float32)
+        v = tl.load(v_at, mask=value < V, other=0.0).to(tl.float32)
+        g = tl.load(g_ptr + wide_row * g_row + head).to(tl.float32)
+        beta = tl.load(beta_ptr + wide_row * beta_row + head).to(tl.float32)
+        state, result = delta_rule_token(state.to(tl.float32), q, k, v, g, beta, SCALE, EPS)
+        if BLOCK_K * BLOCK_V < THREADS:  # in place: every warp loads a small tile and one stores it
+            tl.debug_barrier()
+        tl.store(arena_ptr + write_at + place, state.to(arena_ptr.dtype.element_ty), mask=inside)
+        out_at = out_ptr + wide_row * out_row + head * out_head + value
+        tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
 
 
 def check_heads(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -201,16 +218,37 @@ def _launch(
     rows, heads, width = v.shape
     if rows == 0:
         return
-    tile = min(_TILE_V, triton.next_power_of_2(width))
-    _step_kernel[(triton.cdiv(width, tile), heads, rows)](
+    plan = _plan(rows, arena.element_size())
+    tile = min(plan.tile, triton.next_power_of_2(width))
+    per_program = plan.heads if heads % plan.heads == 0 else 1
+    block_k = triton.next_power_of_2(k.shape[2])
+    _step_kernel[(triton.cdiv(width, tile), heads // per_program, rows)](
         arena, out, q, k, v, g, beta, offset, read_page, write_page,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), g.stride(0), beta.stride(0),
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, SCALE=k.shape[2] ** -0.5,
-        EPS=NORM_EPS, ALIGN=aligned_elements(arena),
-        BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile,
-        THREADS=32 * _WARPS, num_warps=_WARPS,
+        EPS=NORM_EPS, ALIGN=aligned_elements(arena), BLOCK_K=block_k, BLOCK_V=tile,
+        HEADS=per_program, THREADS=32 * plan.warps, num_warps=plan.warps,
+        enable_fp_fusion=block_k >= FUSE_FROM, **dependent_launch(),
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """How a launch is cut into programs."""
+
+    tile: int  # values of a program
+    heads: int  # of a program
+    warps: int
+
+
+def _plan(rows: int, state_bytes: int) -> _Plan:
+    """Measured on an H200 with 128 x 128 states, see docs/log.md."""
+    if rows < _FEW_ROWS:
+        return _Plan(tile=32, heads=1, warps=4)
+    if state_bytes == 4:
+        return _Plan(tile=64, heads=2, warps=4)
+    return _Plan(tile=64, heads=4, warps=2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +313,12 @@ _CASES = (
     _Case(key_width=16, value_width=24),  # a width that is no power of two
     _Case(key_width=5, value_width=3, gap=3),  # nothing is aligned
     _Case(heads=3, key_heads=3, gap=64),
+    _Case(rows=9),  # two heads of a program
+    _Case(rows=9, heads=3, key_heads=3, key_width=5, value_width=3),  # heads that do not divide
     _Case(state_dtype=None),  # bf16 pages with bf16 activations
     _Case(rows=3, heads=4, key_heads=2, key_width=128, value_width=128),  # widths of qwen3_next
+    _Case(rows=9, heads=2, key_heads=1, key_width=128, value_width=128),
+    _Case(rows=9, heads=4, key_heads=2, key_width=128, value_width=128, state_dtype=None),
 )
 
 

@@ -36,7 +36,7 @@ from midstream.ops.linear_heads import (
     decode_args,
     step_traffic,
 )
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.paged_state import FUSE_FROM, aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
 _TILE_V = 32  # values per program: 128 bytes of every state line, and 128 programs for H=32, V=128
@@ -187,7 +187,7 @@ def _launch(
     rows, heads, width = v.shape
     if rows == 0:
         return
-    tile = min(_TILE_V, triton.next_power_of_2(width))
+    tile, block_k = min(_TILE_V, triton.next_power_of_2(width)), triton.next_power_of_2(k.shape[2])
     _step_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, q, k, v, g, beta, offset, read_page, write_page,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
@@ -195,7 +195,7 @@ def _launch(
         beta.stride(0),
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, SCALE=k.shape[2] ** -0.5,
         EPS=NORM_EPS, ALIGN=aligned_elements(arena),
-        BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile, num_warps=4,
+        BLOCK_K=block_k, BLOCK_V=tile, num_warps=4, enable_fp_fusion=block_k >= FUSE_FROM,
     )  # fmt: skip
 
 

@@ -13,6 +13,10 @@ from torch import Tensor
 from midstream.errors import ContractError
 from midstream.ops.registry import LAUNCH_ALIGN
 
+# Terms of a sum from which on its products may be fused into it.  Below, a lane may hold a single
+# product, and lanes that hold copies of one sum would differ in its last bit.
+FUSE_FROM = 64
+
 
 def state_region(arena: Tensor, offset: Tensor, *shape: int) -> Tensor:
     """View [N, *shape] of one layer's region in all pages of a CPU arena."""

@@ -35,13 +35,14 @@ from midstream.ops.case_data import (
     element_offset,
     poisoned_arena,
 )
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.dependent_launch import after_previous, dependent_launch
+from midstream.ops.paged_state import FUSE_FROM, aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
-_FEW_ROWS = 4  # below, smaller tiles keep all processors busy
-_TILE = 4096  # state elements of a program: 16 KB in flight
-_TILE_FEW = 2048
-_WARPS = 4
+_TILE = 2048  # state elements of a program: 8 KB in flight
+_WARPS = 1  # many small programs drain evenly
+_FEW_ROWS = 4  # below, a program's own latency counts
+_WARPS_FEW = 4
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 
 
@@ -140,7 +141,9 @@ def _ssd_step_kernel(
     M_TILE: tl.constexpr,  # power of two >= M
     ALIGN: tl.constexpr,  # elements on which pages and regions start
     THREADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    after_previous(DEPENDENT)
     P_TILES: tl.constexpr = (P + P_TILE - 1) // P_TILE
     head = tl.program_id(0) // P_TILES
     row = tl.program_id(1).to(tl.int64)
@@ -198,13 +201,14 @@ def _launch(
     if rows == 0:
         return
     m_tile = triton.next_power_of_2(size)
-    tile = _TILE_FEW if rows < _FEW_ROWS else _TILE
-    p_tile = max(1, min(tile // m_tile, triton.next_power_of_2(width)))
+    warps = _WARPS_FEW if rows < _FEW_ROWS else _WARPS
+    p_tile = max(1, min(_TILE // m_tile, triton.next_power_of_2(width)))
     _ssd_step_kernel[(heads * triton.cdiv(width, p_tile), rows)](
         arena, out, x, dt, A_log, B, C, D, dt_bias, offset, read_page, write_page,
         arena.stride(0), out.stride(0), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), dt_min, dt_max,
         P=width, M=size, HEADS_PER_GROUP=heads // groups, P_TILE=p_tile, M_TILE=m_tile,
-        ALIGN=aligned_elements(arena), THREADS=32 * _WARPS, num_warps=_WARPS,
+        ALIGN=aligned_elements(arena), THREADS=32 * warps, num_warps=warps,
+        enable_fp_fusion=m_tile >= FUSE_FROM, **dependent_launch(),
     )  # fmt: skip
 
 
