@@ -1,72 +1,75 @@
-"""
-Captured graphs by key, and the count of what ran without one.
-
-Which graph a step replays is a pure function of its key: equal keys replay the same graph.
-"""
+"""Captured graphs by key, and the count of what ran without one."""
 
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
 
 from midstream.errors import ContractError
-from midstream.graphs.capture import Replay
+from midstream.graphs.captured import Captured
+from midstream.graphs.dispatch import GraphKey as GraphKey  # public from here too
+from midstream.graphs.dispatch import decode_key as decode_key
+from midstream.graphs.dispatch import padded_rows as padded_rows
+from midstream.graphs.dispatch import smallest_fit as smallest_fit
+
+_SLACK = 1.2  # a ladder takes at most this part of what its largest graph takes
 
 _log = logging.getLogger("midstream.graphs")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class GraphKey:
-    """Padded shape of a step.  Equal keys replay the same graph; nothing else may decide."""
-
-    tokens: int
-    rows: int  # requests
-    chunks: int  # 0 in a decode step, where each row has one token
-
-
-def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
-    """Smallest captured size that holds `rows`, None if there is none.  `sizes` ascend.
-
-    >>> [padded_rows(n, (1, 2, 4)) for n in (1, 3, 4, 5)]
-    [1, 4, 4, None]
-    """
-    place = bisect_left(sizes, rows)
-    return sizes[place] if place < len(sizes) else None
-
-
-def decode_key(rows: int) -> GraphKey:
-    """Key of a decode step of `rows` padded rows."""
-    return GraphKey(tokens=rows, rows=rows, chunks=0)
-
-
-def smallest_fit(needed: GraphKey, keys: Sequence[GraphKey]) -> GraphKey | None:
-    """The first of the ascending `keys` that holds a step with chunks, None if none does.
-
-    >>> keys = (GraphKey(64, 8, 18), GraphKey(128, 8, 20), GraphKey(128, 32, 68))
-    >>> smallest_fit(GraphKey(100, 3, 5), keys), smallest_fit(GraphKey(60, 9, 9), keys)
-    (GraphKey(tokens=128, rows=8, chunks=20), GraphKey(tokens=128, rows=32, chunks=68))
-    """
-    for key in keys:
-        if key.tokens >= needed.tokens and key.rows >= needed.rows and key.chunks >= needed.chunks:
-            return key
-    return None
-
-
 class GraphTable:
-    """Looks up the graph for a step.  `capture` is injected, so this file needs no GPU to test."""
+    """Looks up the graph for a step.  `capture` is injected, so this file needs no GPU to test.
 
-    def __init__(self, capture: Callable[[GraphKey], Replay]) -> None:
+    Graphs are captured in `warm_up`, or when a step needs them first: those of `late` keys, of which the
+    `max_late` last used are kept, and those that `release` took.
+    """
+
+    def __init__(
+        self,
+        capture: Callable[[GraphKey], Captured],
+        late: Collection[GraphKey] = (),
+        max_late: int = 16,
+    ) -> None:
         self._capture = capture
-        self._replays: dict[GraphKey, Replay] = {}
+        self._late = frozenset(late if max_late else ())
+        self._max_late = max_late
+        self._graphs: dict[GraphKey, Captured] = {}
+        self._used: OrderedDict[GraphKey, None] = OrderedDict()  # late ones, longest unused first
+        self._released: set[GraphKey] = set()
+        self._refused: set[GraphKey] = set()  # there was no memory for them
+        self._largest: GraphKey | None = None
         self.num_replays = 0
+        self.num_captured_late = 0
+        self.num_evicted = 0
+        self.memory_bytes = 0  # of the pool, by what captures made it grow
+        self.predicted_bytes = 0  # of the pool once all is captured; known after the largest
+        self.capture_seconds = 0.0
         self.fallbacks: Counter[str] = Counter()  # reason -> steps that ran without a graph
 
     @property
     def keys(self) -> list[GraphKey]:
-        return sorted(self._replays)
+        return sorted(self._graphs)
+
+    @property
+    def captured(self) -> dict[GraphKey, Captured]:
+        """All graphs, for reports and audits."""
+        return dict(self._graphs)
+
+    def stats(self) -> dict[str, Any]:
+        """What captures took, and how they went."""
+        return {
+            "live": len(self._graphs),
+            "captured_late": self.num_captured_late,
+            "evicted": self.num_evicted,
+            "memory_bytes": self.memory_bytes,
+            "predicted_bytes": self.predicted_bytes,
+            "capture_seconds": round(self.capture_seconds, 3),
+        }
 
     def warm_up(self, keys: Sequence[GraphKey], on_captured: Callable[[GraphKey], None]) -> None:
         """Capture all keys, largest first, so that smaller graphs reuse the memory of larger ones.
@@ -74,19 +77,28 @@ class GraphTable:
         Raises:
             ContractError: when a key is captured already.
         """
+        begin = time.perf_counter()
         for key in sorted(keys, reverse=True):
-            if key in self._replays:
+            if key in self._graphs:
                 raise ContractError(f"GraphTable: {key} is captured already; clear() first")
-            self._replays[key] = self._capture(key)
+            self._add(key)
             on_captured(key)
+        if not keys:
+            return
+        _log.info(
+            "captured %d graphs in %.1f s: %.1f MB, %.1f MB predicted after the largest",
+            len(keys), time.perf_counter() - begin, self.memory_bytes / 1e6, self.predicted_bytes / 1e6,
+        )  # fmt: skip
 
     def replay(self, key: GraphKey) -> bool:
-        """Enqueue the graph of `key`; False, and counted, where none was captured."""
-        found = self._replays.get(key)
+        """Enqueue the graph of `key`, captured first if it may be; False, and counted, if there is none."""
+        found = self._graphs.get(key) or self._capture_late(key)
         if found is None:
             self.count_fallback(f"no graph for {key.rows} rows and {key.tokens} tokens")
             return False
-        found()
+        if key in self._used:
+            self._used.move_to_end(key)
+        found.replay()
         self.num_replays += 1
         return True
 
@@ -96,6 +108,57 @@ class GraphTable:
             _log.info("a step runs without a graph: %s", reason)
         self.fallbacks[reason] += 1
 
+    def release(self) -> None:
+        """Give all graphs up; a step that needs one captures it again.  Nothing may be under way."""
+        keys = self._released | set(self._graphs) - set(self._used)
+        self.clear()
+        self._released = keys
+
     def clear(self) -> None:
-        """Drop all graphs and the memory that they hold."""
-        self._replays.clear()
+        """Give all graphs up and forget them.  Nothing may be under way."""
+        for graph in self._graphs.values():
+            graph.release()
+        self._graphs.clear()
+        self._used.clear()
+        self._released.clear()
+        self._refused.clear()
+        self._largest = None
+        self.memory_bytes = self.predicted_bytes = 0
+
+    def _add(self, key: GraphKey) -> Captured:
+        graph = self._graphs[key] = self._capture(key)
+        self._released.discard(key)
+        self.memory_bytes += graph.memory_bytes
+        self.capture_seconds += graph.seconds
+        if self._largest is None or key > self._largest:
+            self._largest = key
+            self.predicted_bytes = int(_SLACK * self.memory_bytes)
+        return graph
+
+    def _capture_late(self, key: GraphKey) -> Captured | None:
+        if key in self._refused or (key not in self._released and key not in self._late):
+            return None
+        is_late = key not in self._released
+        while is_late and len(self._used) >= self._max_late:
+            oldest, _ = self._used.popitem(last=False)
+            self._graphs.pop(oldest).release()  # a replay under way ends undisturbed
+            self.num_evicted += 1
+        _log.info("capturing a %s, about %.1f MB more", key, self._growth_of(key) / 1e6)
+        try:
+            graph = self._add(key)
+        except torch.OutOfMemoryError as error:
+            self._refused.add(key)
+            _log.warning(
+                "no memory for the graph of a %s, which runs eagerly from now on: %s", key, error
+            )
+            return None
+        self.num_captured_late += 1
+        if is_late:
+            self._used[key] = None
+        return graph
+
+    def _growth_of(self, key: GraphKey) -> int:
+        """Bytes that the pool is expected to grow by: memory goes with tokens, smaller graphs reuse it."""
+        if self._largest is None:
+            return 0
+        return max(0, self.memory_bytes * key.tokens // self._largest.tokens - self.memory_bytes)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from midstream.errors import ContractError
+from midstream.ops.interception import interceptable
 
 NULL_PAGE = 0  # never handed out; reading it means no history, writing it means padding
 PADDING = -1  # row_slot, chunk_row and kv_slot of padding
@@ -111,8 +112,8 @@ def define_op(
     _check_schema(head, tail, schema)
     library = _library(namespace or _OURS)
     library.define(name + "(" + tail)
-    library.impl(name, cuda, "CUDA")
-    library.impl(name, cpu, "CPU")
+    library.impl(name, interceptable(head, cuda), "CUDA")
+    library.impl(name, interceptable(head, cpu), "CPU")
     torch.library.register_fake(
         f"{namespace or _OURS}::{name}", fake or _writes_nothing_new, lib=library
     )
