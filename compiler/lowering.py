@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from midstream.compiler.changes import Changes
 from midstream.compiler.context import PagedContext, Pools, StepView
 from midstream.compiler.families import Family
-from midstream.compiler.families.mixer import BINDING, AttentionBinding, MixerBinding, MixerKind
+from midstream.compiler.families.mixer import (
+    BINDING,
+    AttentionBinding,
+    MixerBinding,
+    MixerKind,
+    export_alignment,
+)
 from midstream.compiler.layout import KvLayout, StateLayout
 from midstream.compiler.pieces import Backend, compile_pieces, distinct_sizes
 from midstream.compiler.validation import (
@@ -56,12 +62,14 @@ class LoweredModel:
         context: PagedContext,
         changes: Changes,
         compiled: bool,
+        export_alignment: int | None,
     ) -> None:
         from midstream.compiler.attention import PagedCache
 
         self.model = model
         self.layout = layout
         self.kv_layout = kv_layout
+        self.export_alignment = export_alignment  # see families/mixer.py
         self.device = device_of(model)
         self.dtype = dtype_of(model)
         self._context = context
@@ -132,6 +140,7 @@ def lower(
 
     family = check_model(model)
     sites = find_sites(model, family)
+    alignment = export_alignment(site.kind for site in sites if site.kind)
     layout = StateLayout.of(
         [site.kind.state(site.module, site.layer) for site in sites if site.kind],
         temporal_dtype,
@@ -150,7 +159,7 @@ def lower(
         if compile_mode == "inductor":
             compile_pieces(_pieces(model), changes, backend)
         lowered = LoweredModel(
-            model, layout, kv_layout, context, changes, compile_mode == "inductor"
+            model, layout, kv_layout, context, changes, compile_mode == "inductor", alignment
         )
         undo_on_error.pop_all()
     return lowered

@@ -25,7 +25,7 @@ if not torch.cuda.is_available():
 import transformers
 
 VOCAB = 128
-FAMILIES = ("bamba", "qwen3_next")
+FAMILIES = ("bamba", "qwen3_next")  # those that are lowered
 
 _COMMON = {
     "vocab_size": VOCAB,
@@ -37,6 +37,11 @@ _COMMON = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": None,
+}
+_COMMON_OF_STATE_SPACE = {
+    key: value
+    for key, value in _COMMON.items()
+    if "attention" not in key and "key_value" not in key
 }
 _BAMBA = {
     "attn_layer_indices": [2],
@@ -61,16 +66,69 @@ _QWEN3_NEXT = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 32,
 }
+_MAMBA2 = {
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 16,
+    "n_groups": 2,
+    "expand": 2,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+}
+_FALCON_H1 = {
+    **{key: value for key, value in _BAMBA.items() if key != "attn_layer_indices"},
+    "head_dim": 16,
+    "mamba_d_ssm": 128,
+    "mamba_rms_norm": False,
+    "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.75,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.1,
+    "key_multiplier": 0.6,
+    "mlp_multipliers": [0.9, 1.2],
+    "embedding_multiplier": 2.0,
+    "lm_head_multiplier": 0.5,
+}
+_LFM2 = {
+    "block_multiple_of": 16,
+    "conv_L_cache": 3,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+_KIMI_LINEAR = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 32,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "num_local_experts": 4,
+    "n_shared_experts": 1,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "linear_conv_kernel_dim": 4,
+}
+_NAMES_AND_SIZES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bamba": ("Bamba", _BAMBA),
+    "falcon_h1": ("FalconH1", _FALCON_H1),
+    "kimi_linear": ("KimiLinear", _KIMI_LINEAR),
+    "lfm2": ("Lfm2", _LFM2),
+    "mamba2": ("Mamba2", _MAMBA2),
+    "qwen3_next": ("Qwen3Next", _QWEN3_NEXT),
+}
 
 
 def build(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """A model in eval mode on the CPU whose weights depend on `seed` only; `config` overrides sizes."""
-    if family == "bamba":
-        settings = transformers.BambaConfig(**{**_COMMON, **_BAMBA, **config})
-        model_class = transformers.BambaForCausalLM
-    else:
-        settings = transformers.Qwen3NextConfig(**{**_COMMON, **_QWEN3_NEXT, **config})
-        model_class = transformers.Qwen3NextForCausalLM
+    name, sizes = _NAMES_AND_SIZES[family]
+    common = _COMMON_OF_STATE_SPACE if family == "mamba2" else _COMMON
+    settings = getattr(transformers, f"{name}Config")(**{**common, **sizes, **config})
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(settings)

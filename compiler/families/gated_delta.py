@@ -15,6 +15,7 @@ from torch import Tensor
 from midstream.compiler.families.convolution import paged_conv, require_silu
 from midstream.compiler.families.mixer import MixerBinding, MixerKind, binding_of
 from midstream.compiler.layout import LayerState
+from midstream.ops.causal_conv_chunk import causal_conv_chunk
 from midstream.ops.gated_delta_chunk import gated_delta_chunk
 from midstream.ops.gated_delta_step import gated_delta_step
 
@@ -62,4 +63,4 @@ def _scan(mixer: Any, binding: MixerBinding, mixed: Tensor, decay: Tensor, beta:
     return out
 
 
-GATED_DELTA = MixerKind("gated_delta", _state, _forward)
+GATED_DELTA = MixerKind("gated_delta", _state, _forward, (gated_delta_chunk, causal_conv_chunk))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from midstream.compiler.context import PagedContext
 from midstream.compiler.layout import LayerState
+from midstream.ops.registry import OpSpec
 
 BINDING = "midstream"  # attribute of a lowered module that holds its binding
 
@@ -38,11 +40,26 @@ class MixerKind:
     `state(mixer, layer)` reads the module's sizes and raises UnsupportedError for an option that the
     lowered forward does not implement.  `forward` replaces the instance's forward: it keeps the module's
     projections, norms and gates, reads its `MixerBinding`, and ignores every cache and mask argument.
+    `chunk_ops` are the ops that carry states through prompt chunks.
     """
 
     name: str
     state: Callable[[Any, int], LayerState]
     forward: Callable[..., Tensor]
+    chunk_ops: tuple[OpSpec, ...]
+
+
+def export_alignment(kinds: Iterable[MixerKind]) -> int | None:
+    """Tokens, from the begin of a chunk on, between positions where all layers can export their states.
+
+    None where some layer can export at the end of a chunk only.
+
+    >>> export_alignment([])
+    1
+    """
+    alignments = [op.export_alignment for kind in kinds for op in kind.chunk_ops]
+    known = [alignment for alignment in alignments if alignment is not None]
+    return math.lcm(*known) if len(known) == len(alignments) else None
 
 
 def binding_of(module: Any) -> Any:

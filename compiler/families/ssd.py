@@ -17,6 +17,7 @@ from torch import Tensor
 from midstream.compiler.families.convolution import paged_conv, require_silu
 from midstream.compiler.families.mixer import MixerBinding, MixerKind, binding_of
 from midstream.compiler.layout import LayerState
+from midstream.ops.causal_conv_chunk import causal_conv_chunk
 from midstream.ops.ssd_chunk import ssd_chunk
 from midstream.ops.ssd_step import ssd_step
 
@@ -63,4 +64,4 @@ def _scan(mixer: Any, binding: MixerBinding, mixed: Tensor, dt: Tensor) -> Tenso
     return out
 
 
-SSD = MixerKind("ssd", _state, _forward)
+SSD = MixerKind("ssd", _state, _forward, (ssd_chunk, causal_conv_chunk))

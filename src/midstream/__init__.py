@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from midstream.compiler.compiled import CompiledModel, compile
     from midstream.compiler.lowering import lower
     from midstream.errors import (
         CapacityError,
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CapacityError",
+    "compile",
+    "CompiledModel",
     "ConfigError",
     "ContractError",
     "Engine",
@@ -37,6 +40,8 @@ __all__ = [
 # where each name comes from: loaded on first use, so that `midstream --help` needs no torch
 _HOME = {
     **dict.fromkeys(__all__, "midstream.errors"),
+    "compile": "midstream.compiler.compiled",
+    "CompiledModel": "midstream.compiler.compiled",
     "Engine": "midstream.runtime.engine",
     "EngineConfig": "midstream.runtime.options",
     "Handle": "midstream.runtime.engine",
