@@ -2,7 +2,8 @@
 The nodes of a captured CUDA graph with every device address among their arguments, read through the driver.
 
 Kernels of torch pass structures by value, so any aligned word of an argument that lies inside a segment of
-torch's allocator counts as an address.  Memory that others allocated is not seen.
+torch's allocator counts as an address: words of a structure that the kernel does not use may hold what lay
+there before, and then show as an address without an owner.  Memory that others allocated is not seen.
 """
 
 from __future__ import annotations
