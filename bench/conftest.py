@@ -17,6 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--rows", default="1,32,256" if torch.cuda.is_available() else "1,3")
     group.addoption("--dtype", default="bfloat16" if torch.cuda.is_available() else "float32")
     group.addoption("--state-dtype", default="float32")
+    group.addoption("--graphs", default="full")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,9 +5,11 @@ Physics: none; the host must be ready before the device is.  The engine is the r
 down to the launch, but its graphs hold as many one-element kernels as a model has nodes (on the CPU nothing),
 and its tokens are made up.  Every step starts with an idle device, so that the host waits for nothing.
 `quiet_step` times steps in which no row needs a page; `block` all steps of 64-token blocks, rows at
-any place of their blocks.  Index kernels stand next to their plain twins and to NumPy.
+any place of their blocks; `plan_and_stage` what must be done between the tokens of two steps, next to the
+same passes in plain Python.  Index kernels stand next to their plain twins and to NumPy.
 
     pytest bench/host_step.py --benchmark-json=host_step.json
+    CUDA_VISIBLE_DEVICES= pytest bench/host_step.py     the host of a GPU machine alone, under a minute
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import measure
@@ -24,80 +25,32 @@ import numpy as np
 import numpy_rows
 import pytest
 import torch
+from no_work import BLOCK, GPU, KV_BLOCK, NODES, TOKEN, decoding_engine
 from numpy_rows import I32, I64
 from percentiles import percentiles_us, seconds_of
-from torch import Tensor
 
 import midstream
-from midstream.compiler.context import StepView
-from midstream.compiler.layout import KvLayout, LayerState, StateLayout
-from midstream.graphs.table import GraphKey
-from midstream.ops import host_rows
-from midstream.runtime import assembly
-from midstream.runtime.device_step import DeviceStep
+from midstream.ops import host_decode, host_rows
+from midstream.runtime.admission import Admission
+from midstream.runtime.chains import Chains
+from midstream.runtime.commit import StepResult
 from midstream.runtime.hashing import BlockHasher, as_keys
+from midstream.runtime.live import LiveTable
+from midstream.runtime.ownership import PageOwnership
 from midstream.runtime.pages import PagePool
+from midstream.runtime.plan import StepPlan
 from midstream.runtime.prefix import PrefixIndex
-from midstream.runtime.runner import StepRunner
+from midstream.runtime.request import Request
+from midstream.runtime.slots import SlotLayout, SlotSampling
 from midstream.runtime.stage import Cut, StageLimits
 
-GPU = torch.cuda.is_available()
-NODES = 200  # of a graph: 8 for each of 24 layers, and the index work
-BLOCK, KV_BLOCK = 64, 16  # tokens
 STEPS = 4 * BLOCK  # measured
-VOCAB, TOKEN = 512, 7  # ids of the prompts; the id that every row samples
 ROWS = 1024  # of the index kernels
+PASSES = [
+    (host_decode, "plan_decode"), (host_decode, "advance_rows"), (host_rows, "fill_decode_step"),
+]  # fmt: skip
 KERNELS = [name for name in vars(numpy_rows) if name.startswith(("fill_", "pad_"))]
 PROMPT = 131072  # tokens of the prompt that is looked up
-
-
-class NoModel(torch.nn.Embedding):
-    """As much of a model as the engine looks at."""
-
-    config = SimpleNamespace(max_position_embeddings=4096)
-
-    def get_input_embeddings(self) -> NoModel:
-        return self
-
-
-class NoLayers:
-    """In place of a lowered model: small pages, no layers."""
-
-    def __init__(self) -> None:
-        self.model, self.device, self.dtype = NoModel(VOCAB, 1), measure.device(), torch.float32
-        layer = LayerState(0, "ssd", (1, 1, 32), conv_window_rows=3, conv_channels=32)
-        self.layout = StateLayout.of([layer], self.dtype, self.dtype)
-        self.kv_layout = KvLayout((1,), kv_heads=1, head_dim=1, dtype=self.dtype, kv_block=KV_BLOCK)
-
-    def bind(self, pools: object) -> None:
-        pass
-
-    def undo(self) -> None:
-        pass
-
-
-class NoWork(DeviceStep):
-    """A step of NODES one-element kernels; the sampled tokens are there already."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.token.fill_(TOKEN)
-
-    def run(self, view: StepView, rows: int) -> Tensor:
-        for _ in range(NODES):
-            self.num_moves.add_(0)
-        return self.logprob
-
-    def addresses(self) -> dict[str, int]:
-        """None: on the CPU every launch would check them."""
-        return {}
-
-
-class NoLaunch(StepRunner):
-    """Without a GPU there is nothing to launch."""
-
-    def _replay_or_run(self, key: GraphKey) -> Tensor:
-        return super()._replay_or_run(key) if GPU else self.step.logprob
 
 
 Start = Callable[[Sequence[int]], midstream.Engine]
@@ -105,35 +58,7 @@ Start = Callable[[Sequence[int]], midstream.Engine]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Engines that decode prompts of the given lengths, one row each."""
-    monkeypatch.setattr(assembly, "check_model", lambda model: None)
-    monkeypatch.setattr(assembly, "lower", lambda *args, **options: NoLayers())
-    monkeypatch.setattr(assembly, "DeviceStep", NoWork)
-    monkeypatch.setattr(assembly, "StepRunner", NoLaunch)
-
-    def run(lengths: Sequence[int]) -> midstream.Engine:
-        rows = len(lengths)
-        engine = midstream.Engine(
-            NoModel(VOCAB, 1),
-            compile="eager",
-            state_block=BLOCK,
-            kv_block=KV_BLOCK,
-            max_rows=rows,
-            max_len=1024,
-            max_step_tokens=sum(lengths),  # all of them start in one step
-            num_kv_pages=1 + 1024 // KV_BLOCK * rows,
-            num_state_pages=8 * rows,
-        )
-        params = midstream.SamplingParams(max_tokens=900, temperature=0.0)
-        draw = np.random.default_rng(rows)
-        for n in lengths:
-            engine.add(draw.integers(0, VOCAB, n), params)
-        for _ in range(8):
-            engine.step()
-        assert engine.stats()["running"] == rows
-        return engine
-
-    return run
+    return partial(decoding_engine, monkeypatch)
 
 
 @pytest.mark.parametrize("num_rows", [256, 1024])
@@ -157,6 +82,59 @@ def test_block(benchmark: Any, start: Start, num_rows: int) -> None:
     engine = start(lengths.tolist())
     measure_steps(benchmark, engine, wait_for_device)
     benchmark.extra_info["mean_us"] = round(1e6 * float(np.mean(seconds_of(benchmark))), 3)
+
+
+@pytest.mark.parametrize("num_rows", [256, 1024])
+def test_plan_and_stage(
+    benchmark: Any, start: Start, num_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Schedule and stage of a quiet step."""
+    host = Host(start([24] * num_rows))
+    benchmark._timer = time.perf_counter
+    benchmark.pedantic(host.plan_and_stage, setup=host.to_quiet_step, rounds=STEPS)
+    this = percentiles_us(seconds_of(benchmark))
+    measure.describe(benchmark, None, rows=num_rows, **this)
+    for module, name in PASSES:
+        monkeypatch.setattr(module, name, getattr(module, name + "_py"))
+    host, seconds = Host(start([24] * num_rows)), []
+    for _ in range(9):
+        host.to_quiet_step()
+        seconds.append(timeit.timeit(host.plan_and_stage, number=1))
+    plain = percentiles_us(seconds)
+    ratio = round(plain["p50_us"] / this["p50_us"], 1)
+    benchmark.extra_info |= {"python": plain, "vs_python": ratio}
+
+
+class Host:
+    """What the host does to a step, without a device."""
+
+    def __init__(self, engine: midstream.Engine) -> None:
+        parts = self.parts = engine._parts
+        for flight in engine._flights:
+            parts.committer.commit(flight.plan, parts.runner.wait(flight))
+        engine._flights.clear()
+        self.plan: StepPlan | None = None
+        rows = len(parts.scheduler.running)
+        self.result = StepResult(
+            np.full(rows, TOKEN, np.int32), np.zeros(rows, np.float32), None, None
+        )
+
+    def plan_and_stage(self) -> None:
+        parts, step = self.parts, self.parts.runner.step
+        self.plan = plan = parts.scheduler.next_step()
+        assert plan is not None
+        step.stage.write_decode(
+            plan, parts.scheduler.live, step.state_block, KV_BLOCK, step.precopy, plan.num_rows
+        )
+
+    def to_quiet_step(self) -> None:
+        while True:
+            if self.plan is not None:
+                self.parts.committer.commit(self.plan, self.result)
+            if self.parts.scheduler.live.computed[0] % KV_BLOCK not in (0, KV_BLOCK - 1):
+                break
+            self.plan_and_stage()
+        wait_for_device()
 
 
 def measure_steps(benchmark: Any, engine: midstream.Engine, setup: Callable[[], None]) -> None:
@@ -248,6 +226,7 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
     state_col, resume_page = np.zeros((2, ROWS), np.int32)
     state_col[slot] = (computed - 1) // BLOCK
     state = state_col, resume_page, pages(2048 // BLOCK)
+    deltas = pages(ROWS)[:3].copy(), np.full(1, ROWS // KV_BLOCK, np.int32), ROWS
     cut = Cut(StageLimits(ROWS, tokens, ROWS, ROWS))
 
     def area() -> tuple[I32, I64]:
@@ -257,11 +236,13 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
         return words, cut.starts
 
     return {
-        "fill_decode_rows": (
-            slot,
-            computed,
+        "fill_deltas": (*deltas, *area()),
+        "fill_decode_step": (
+            np.stack([slot, computed]),
+            ROWS,
             *state,
             kv_table,
+            *deltas,
             *area(),
             ROWS,
             BLOCK,
@@ -275,26 +256,64 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
     }
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["cold", "memoised"])
+@pytest.mark.parametrize("known", [False, True], ids=["cold", "asked_again"])
 def test_prefix_lookup(benchmark: Any, known: bool) -> None:
-    """Hashes of a prompt of PROMPT tokens and the lookup of its pages; memoised: the lookup alone."""
+    """A prompt of PROMPT tokens whose pages are known.
+
+    Cold: its hashes and the lookup.  Asked again: whether a waiting request may start now, in a later step,
+    after others have changed the index.
+    """
     tokens = np.random.default_rng(2).integers(0, 32000, PROMPT, np.int32)
     hasher, blocks = BlockHasher(block=KV_BLOCK, key=bytes(16)), PROMPT // KV_BLOCK
     plain = BlockHasher(block=KV_BLOCK, key=bytes(16), compiled=False)
     assert np.array_equal(hasher.extend(None, tokens[:320]), plain.extend(None, tokens[:320]))
-    keys, kv, state = as_keys(hasher.extend(None, tokens)), PagePool(blocks + 2), PagePool(9)
+    keys, kv, state = as_keys(hasher.extend(None, tokens)), PagePool(blocks + 9), PagePool(9)
     index = PrefixIndex(kv, state, KV_BLOCK)
-    for block, page in enumerate(kv.take(blocks)):
+    for block, page in enumerate(pages := kv.take(blocks)):
         index.publish_kv(keys, block, page)
-    index.publish_state(keys, state.take(1)[0], (blocks - 1) * KV_BLOCK)
+    index.publish_state(keys, checkpoint := state.take(1)[0], (blocks - 1) * KV_BLOCK)
+    kv.release(pages)
+    state.release(checkpoint)
+    admission = waiting_request(tokens, index, hasher)
 
-    def look_up() -> int:
-        these = keys if known else as_keys(hasher.extend(None, tokens))
-        return index.lookup(these, PROMPT - 1).num_tokens
+    def cold() -> int:
+        return index.lookup(as_keys(hasher.extend(None, tokens)), PROMPT - 1).num_tokens
+
+    def asked_again() -> int:
+        ((_, hit),) = admission.candidates(0)
+        return hit.num_tokens
+
+    def others_change_the_index() -> None:
+        index.expected.add(0, keys[0], KV_BLOCK)
+        index.expected.end(0)
 
     benchmark._timer = time.perf_counter
-    result = benchmark.pedantic(look_up, rounds=100, warmup_rounds=3)
+    result = benchmark.pedantic(
+        asked_again if known else cold, setup=others_change_the_index, rounds=100, warmup_rounds=3
+    )
     assert result == (blocks - 1) * KV_BLOCK
     measure.describe(benchmark, None, tokens=PROMPT, **percentiles_us(seconds_of(benchmark)))
     seconds = timeit.repeat(partial(plain.extend, None, tokens[: PROMPT // 64]), repeat=3, number=1)
-    benchmark.extra_info["python_hashes_us"] = round(64e6 * min(seconds), 1)
+    pages_us = [
+        timeit.timeit(lambda: index.lookup(keys, PROMPT - 1).kv_pages, number=1) for _ in range(20)
+    ]
+    benchmark.extra_info |= {
+        "python_hashes_us": round(64e6 * min(seconds), 1),
+        "lookup_and_pages": percentiles_us(pages_us),
+    }
+
+
+def waiting_request(tokens: I32, index: PrefixIndex, hasher: BlockHasher) -> Admission:
+    """A queue of one request."""
+    assert index.state_pool is not None
+    layout = SlotLayout(1, PROMPT // BLOCK + 1, PROMPT // KV_BLOCK + 1)
+    live = LiveTable(layout, PROMPT + 1)
+    ownership = PageOwnership(live, layout, index.kv_pool, index.state_pool, index, KV_BLOCK, BLOCK)
+    params = midstream.SamplingParams(max_tokens=1, temperature=0.0)
+    admission = Admission(ownership, Chains(hasher, live))
+    request = Request(
+        request_id=0, prompt=tokens, params=params, sampling=SlotSampling(params, 0, (), 0),
+        max_tokens=1, priority=0, root=b"", streamed=False, watched=False,
+    )  # fmt: skip
+    admission.add(request)
+    return admission

@@ -185,7 +185,7 @@ def check_moves(
 
 def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
     """Replays `work` as one CUDA graph; on the CPU `work` itself."""
-    return GraphCapture(measure.device()).capture(work, dict, name) if GPU else work
+    return GraphCapture(measure.device()).capture(work, dict, name).replay if GPU else work
 
 
 def plain_copies(temporal: Tensor, moves: int, steps: int) -> dict[str, float]:

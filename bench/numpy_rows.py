@@ -86,11 +86,24 @@ def fill_chunks(
     return count
 
 
-def fill_decode_rows(
-    slot: I32, num_computed: I32, state_col: I32, resume_page: I32, state_table: I32, kv_table: I32,
-    area: I32, start: I64, rows: int, block: int, kv_block: int, precopy: bool,
+def fill_deltas(deltas: I32, num_deltas: I32, most: int, area: I32, start: I64) -> int:
+    to, total = _Fields(area, start), int(num_deltas[0])
+    count = min(total, most)
+    to.delta_count[0] = count
+    to.delta_index[:count] = deltas[0, total - count : total]
+    to.delta_value[:count] = deltas[1, total - count : total]
+    num_deltas[0] = total - count
+    return total - count
+
+
+def fill_decode_step(
+    plan_rows: I32, num_rows: int, state_col: I32, resume_page: I32, state_table: I32, kv_table: I32,
+    deltas: I32, num_deltas: I32, most_deltas: int, area: I32, start: I64, rows: int, block: int,
+    kv_block: int, precopy: bool,
 ) -> int:  # fmt: skip
-    to, live = _Fields(area, start), len(slot)
+    to, live = _Fields(area, start), num_rows
+    slot, num_computed = plan_rows[0, :live], plan_rows[1, :live]
+    fill_deltas(deltas, num_deltas, most_deltas, area, start)
     moves = fill_pages(
         slot, num_computed, np.int32(1), state_col, resume_page, state_table, area, start, block,  # type: ignore[arg-type]
         precopy,

@@ -14,6 +14,7 @@ Letters: R rows, T tokens, S slots, Z columns of a table, Q chunks, X exports.
 from __future__ import annotations
 
 from midstream.ops.host_compile import compiled, inlined
+from midstream.ops.host_decode import COMPUTED, INDEX, SLOT, VALUE, col_of
 from midstream.ops.registry import NULL_PAGE, PADDING
 
 FIELDS = (
@@ -39,6 +40,8 @@ FIELDS = (
     "chunk_page",  # [Q]
     "row_chunk",  # [R + 1]
 )
+_DELTA_COUNT = FIELDS.index("delta_count")
+_DELTA_INDEX, _DELTA_VALUE = FIELDS.index("delta_index"), FIELDS.index("delta_value")
 _ROW_SLOT, _ROW_START = FIELDS.index("row_slot"), FIELDS.index("row_start")
 _READ_PAGE, _WRITE_PAGE = FIELDS.index("read_page"), FIELDS.index("write_page")
 _ROW_SAMPLE, _SAMPLE_TOKEN = FIELDS.index("row_sample"), FIELDS.index("sample_token")
@@ -55,22 +58,13 @@ _LAST_TOKEN = -1  # token_id that stands for the slot's last token (ops/advance.
 
 
 @inlined
-def _col_of(tokens, per_block):
-    """Column that the token after `tokens` tokens falls into; `per_block` is 1 / tokens of a block.
-
-    Equals tokens // block: the half keeps the product off whole numbers.  A division takes longer.
-    """
-    return int((tokens + 0.5) * per_block)
-
-
-@inlined
 def _turn_page(slot, tokens, state_col, resume_page, state_table, per_block):
     """Move a slot to the running column of `tokens` >= 1 tokens; returns source and target page.
 
     The rule of ops/advance.py for rows without drafts.  Source 0: no history; target REFUSED: no
     such slot or column.
     """
-    after = _col_of(tokens - 1, per_block)
+    after = col_of(tokens - 1, per_block)
     if slot >= state_table.shape[0] or after >= state_table.shape[1]:
         return NULL_PAGE, REFUSED
     target = state_table[slot, after]
@@ -86,17 +80,38 @@ def _turn_page(slot, tokens, state_col, resume_page, state_table, per_block):
     return source, target
 
 
-def fill_decode_rows_py(
-    slot, num_computed, state_col, resume_page, state_table, kv_table, area, start, rows, block,
-    kv_block, precopy,
-):  # fmt: skip
-    """All fields of a step in which each row decodes one token, padded to `rows` rows.
+@inlined
+def _fill_deltas(deltas, num_deltas, most, area, start):
+    """Move the latest deltas into their fields, at most `most`; returns how many are left."""
+    index = area[start[_DELTA_INDEX] : start[_DELTA_INDEX + 1]]
+    value = area[start[_DELTA_VALUE] : start[_DELTA_VALUE + 1]]
+    count = min(num_deltas[0], most)
+    left = num_deltas[0] - count
+    for i in range(count):
+        index[i] = deltas[INDEX, left + i]
+        value[i] = deltas[VALUE, left + i]
+    area[start[_DELTA_COUNT]] = count
+    num_deltas[0] = left
+    return left
 
-    `slot` and `num_computed` [R], `state_col` and `resume_page` [S], the tables [S, Z]; `state_col`
-    and `resume_page` change as in `fill_pages`.  Token ids come from the device.  Returns the number
-    of rows whose state changes page.
+
+def fill_deltas_py(deltas, num_deltas, most, area, start):
+    """Move deltas (ops/host_decode.py) into the area, at most `most`; returns how many are left."""
+    return _fill_deltas(deltas, num_deltas, most, area, start)
+
+
+def fill_decode_step_py(
+    plan_rows, num_rows, state_col, resume_page, state_table, kv_table, deltas, num_deltas, most_deltas,
+    area, start, rows, block, kv_block, precopy,
+):  # fmt: skip
+    """All fields of a step in which each row decodes one token, padded to `rows` rows, and its deltas.
+
+    `plan_rows` and `deltas` as in ops/host_decode.py; `state_col` and `resume_page` [S], the tables
+    [S, Z]; `state_col` and `resume_page` change as in `fill_pages`.  Token ids come from the device.
+    Returns the number of rows whose state changes page.
     """
-    live = slot.shape[0]
+    slot, num_computed = plan_rows[SLOT, :num_rows], plan_rows[COMPUTED, :num_rows]
+    live = num_rows
     row_slot = area[start[_ROW_SLOT] : start[_ROW_SLOT + 1]]
     row_start = area[start[_ROW_START] : start[_ROW_START + 1]]
     read_page = area[start[_READ_PAGE] : start[_READ_PAGE + 1]]
@@ -113,7 +128,7 @@ def fill_decode_rows_py(
         source, target = _turn_page(
             record, tokens + 1, state_col, resume_page, state_table, per_block
         )
-        kv_col = _col_of(tokens, per_kv_block)
+        kv_col = col_of(tokens, per_kv_block)
         if target == REFUSED or record >= kv_table.shape[0] or kv_col >= kv_table.shape[1]:
             return REFUSED
         kv_slot[row] = (kv_table[record, kv_col] - kv_col) * kv_block + tokens
@@ -136,7 +151,7 @@ def fill_decode_rows_py(
     row_sample[live:rows] = 0
     token_id[live:rows] = 0
     position[live:rows] = 0
-    return moves
+    return REFUSED if _fill_deltas(deltas, num_deltas, most_deltas, area, start) else moves
 
 
 def fill_token_rows_py(
@@ -182,7 +197,7 @@ def fill_token_rows_py(
         else:
             return REFUSED
         for here in range(place, end):
-            column = _col_of(here, per_block)
+            column = col_of(here, per_block)
             kv_slot[token] = (kv_table[record, column] - column) * kv_block + here
             position[token] = here
             token += 1
@@ -281,7 +296,8 @@ def pad_step_py(area, start, num_rows, num_tokens, num_chunks, rows, tokens, chu
     area[start[_ROW_CHUNK] : start[_ROW_CHUNK + 1]][num_rows + 1 : rows + 1] = num_chunks
 
 
-fill_decode_rows = compiled(fill_decode_rows_py)
+fill_deltas = compiled(fill_deltas_py)
+fill_decode_step = compiled(fill_decode_step_py)
 fill_token_rows = compiled(fill_token_rows_py)
 fill_pages = compiled(fill_pages_py)
 fill_chunks = compiled(fill_chunks_py)

@@ -109,6 +109,8 @@ class Admission:
             return request.found[1]
         keys = self.chains.of_waiting(request)
         hit = index.lookup(keys, request.num_known - 1, request.root, request.known)
+        if request.found is not None:
+            hit.take_pages_of(request.found[1])
         request.found = (index.generation, hit)
         return hit
 
@@ -128,7 +130,9 @@ class Admission:
         if not self.waits:
             return False
         index = self.ownership.index
-        beyond = index.expected_beyond(request.hashes, hit.num_tokens, request.num_known - 1)
+        beyond = index.expected.beyond(
+            hit.num_tokens, request.hashes, request.num_known - 1, index.kv_block
+        )
         if beyond - hit.num_tokens < index.kv_block:
             return False
         if not request.has_waited:

@@ -12,6 +12,12 @@ import torch
 from midstream.compiler.context import Pools
 from midstream.compiler.lowering import LoweredModel, lower
 from midstream.compiler.validation import check_model, device_of
+from midstream.errors import ConfigError
+from midstream.graphs.capture import GraphCapture
+from midstream.graphs.captured import Recorder
+from midstream.graphs.emulated_queue import EmulatedQueue, Pace
+from midstream.graphs.emulator import EmulatedCapture
+from midstream.graphs.queue import DeviceQueue, queue_of
 from midstream.runtime.admission import Admission
 from midstream.runtime.chains import Chains
 from midstream.runtime.checkpoints import Checkpoints
@@ -59,8 +65,13 @@ class Parts:
     emitter: Emitter
 
 
-def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
-    """Lower the model and build everything around it.  On an error the model is given back unchanged."""
+def assemble(
+    model: Any, tokenizer: Any | None, options: EngineConfig, emulate: Pace | None = None
+) -> Parts:
+    """Lower the model and build everything around it.  On an error the model is given back unchanged.
+
+    `emulate`: None, or when the work of an emulated device is done (`graphs/emulated_queue.py`).
+    """
     check_options(options)
     check_model(model)
     compiles = options.compile == "inductor" or (
@@ -82,7 +93,7 @@ def assemble(model: Any, tokenizer: Any | None, options: EngineConfig) -> Parts:
         config = resolve(options, limits, free_memory(lowered.device))
         page_bytes = PageBytes(limits.state_page_bytes, limits.kv_page_bytes)
         _log.info("%s", describe_pages(config, page_bytes))
-        return _build(lowered, tokenizer, config)
+        return _build(lowered, tokenizer, config, emulate)
     except BaseException:
         lowered.undo()
         raise
@@ -104,8 +115,35 @@ def free_memory(device: torch.device) -> int:
     return min(pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else _CPU_MEMORY, _CPU_MEMORY)
 
 
-def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig) -> Parts:
+def new_capturer(
+    config: ResolvedConfig, device: torch.device, queue: DeviceQueue
+) -> Recorder | None:
+    """What captures the steps of an engine; None where there is no GPU or nothing to capture."""
+    if not config.graphs.keys:
+        return None
+    if isinstance(queue, EmulatedQueue):
+        return EmulatedCapture(queue)
+    return GraphCapture(device) if device.type == "cuda" else None
+
+
+def new_queue(device: torch.device, emulate: Pace | None) -> DeviceQueue:
+    """The work of the device.  Raises ConfigError where a GPU is asked to be emulated."""
+    if emulate is None:
+        return queue_of(device)
+    if device.type == "cuda":
+        raise ConfigError(
+            f"Engine: MIDSTREAM_EMULATE={emulate} with a model on {device}; expected a model on the CPU: "
+            "unset it, or move the model"
+        )
+    return EmulatedQueue(emulate)
+
+
+def _build(
+    lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig, emulate: Pace | None
+) -> Parts:
     device = lowered.device
+    queue = new_queue(device, emulate)
+    capturer = new_capturer(config, device, queue)
     # without checkpoints the one running page never moves: a single block holds the whole sequence
     block = config.max_len if config.cache_mode == "none" else config.state_block
     layout = SlotLayout(
@@ -121,7 +159,7 @@ def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig)
     scheduler = _scheduler(config, layout, live, lowered, block)
     limits = stage_limits(config.max_rows, config.max_step_tokens, block)
     step = DeviceStep(
-        lowered, slots, Stage(limits, device), lowered.layout, (temporal, conv), block,
+        lowered, slots, Stage(limits, device, queue), lowered.layout, (temporal, conv), block,
         config.migration == "precopy",
     )  # fmt: skip
     return Parts(
@@ -131,7 +169,7 @@ def _build(lowered: LoweredModel, tokenizer: Any | None, config: ResolvedConfig)
         ownership=scheduler.ownership,
         scheduler=scheduler,
         committer=Committer(live, scheduler.ownership, scheduler),
-        runner=StepRunner(step, live, kv, config.kv_block, config.graph_rows, config.graph_chunks),
+        runner=StepRunner(step, live, kv, config.kv_block, config.graphs, capturer, queue),
         intake=Intake(lowered.model, tokenizer, config),
         emitter=Emitter(tokenizer),
     )
@@ -161,6 +199,6 @@ def _scheduler(
         hasher = BlockHasher(block=config.kv_block, key=config.hash_key)
     chains = Chains(hasher, live)
     retention = Retention(config.retention, block, config.kv_block)
-    checkpoints = Checkpoints(live, ownership, chains, retention)
+    checkpoints = Checkpoints(live, ownership, chains, retention, lowered.export_alignment)
     admission = Admission(ownership, chains, config.wait_for_prefix)
     return Scheduler(live, layout, ownership, checkpoints, admission, config.max_step_tokens)

@@ -6,7 +6,6 @@ committed.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from midstream.runtime.chains import Chains
 from midstream.runtime.eviction import speculative
@@ -36,6 +35,7 @@ class Checkpoints:
         self.chains = chains
         self.retention = retention
         self.export_alignment = export_alignment
+        self.boundaries = (ownership.state_block, retention.interval) if self.is_on else (0, 0)
         self._most_exports = (
             2 * ownership.layout.num_slots + 8
         )  # cuts off the block grid in one step
@@ -75,7 +75,8 @@ class Checkpoints:
         own, request = self.ownership, chunk.request
         for position in chunk.wanted:
             if position % own.kv_block == 0:
-                own.index.expect(chunk.epoch, request.hashes, position)
+                key = request.hashes[position // own.kv_block - 1]
+                own.index.expected.add(chunk.epoch, key, position)
         if kept:
             pages = request.state_pages[-len(kept) :]
             own.state_pool.share(pages)
@@ -99,17 +100,13 @@ class Checkpoints:
                     chunk.export_position.append(position)
                 elif position % own.kv_block == 0:
                     key = chunk.request.hashes[position // own.kv_block - 1]
-                    own.index.expect_no_more(chunk.epoch, [key])
+                    own.index.expected.end(chunk.epoch, [key])
             _sort_exports(chunk)
 
-    def at_boundaries(self, plan: StepPlan, rows: I32) -> None:
-        """Decoding rows whose running state comes to stand on a boundary leave a checkpoint."""
+    def at_boundaries(self, plan: StepPlan, slots: list[int]) -> None:
+        """Decoding requests whose running state comes to stand on a boundary leave a checkpoint."""
         own, every = self.ownership, self.retention.interval
-        after = self.live.computed[rows]
-        due = after % own.state_block == 0
-        if every:
-            due |= after % every == 0
-        for slot in rows[due].tolist():
+        for slot in slots:
             request = self.live.request[slot]
             assert request is not None
             position = int(self.live.computed[slot])
@@ -126,8 +123,8 @@ class Checkpoints:
             flight: the step in flight, if any: what it writes is published when it is committed.
             fresh: pages that nothing has written yet.
         """
-        page, slot, grid = request.running_page, request.slot, self.ownership.kv_block
-        count = int(self.live.computed[slot])
+        own, slot, grid = self.ownership, request.slot, self.ownership.kv_block
+        page, count = int(self.live.running_page[slot]), int(self.live.computed[slot])
         known = len(request.prompt) + int(self.live.num_outputs[slot])
         if not self.is_on or not page or page in fresh or not 0 < count <= known:
             return
@@ -138,26 +135,22 @@ class Checkpoints:
             self.chains.of_live(request, count), request.root, count, self.chains.tail(request, count), first
         )  # fmt: skip
         if row < 0 or flight is None:
-            ending.kv_pages, ending.state_page = request.kv_pages[first:last], page
+            ending.kv_pages, ending.state_page = self.live.kv_pages(slot)[first:last], page
             self._publish_ending(ending)
             return
         flight.endings.append(ending)
-        pages = request.kv_pages
-        ending.kv_pages, request.kv_pages = pages[first:last], pages[:first] + pages[last:]
-        ending.state_page, request.running_page = page, NULL_PAGE
+        ending.kv_pages = own.hand_over_kv(slot, first, last)
+        ending.state_page, self.live.running_page[slot] = page, NULL_PAGE
 
     # -- commit -------------------------------------------------------------------------------------------
 
-    def publish(self, plan: StepPlan, alive: npt.NDArray[np.bool_]) -> None:
-        """Everything that the step wrote becomes visible; rows that are not alive leave only endings."""
-        own, grid = self.ownership, self.ownership.kv_block
-        before, after = plan.num_computed // grid, (plan.num_computed + plan.num_new) // grid
-        for row in np.nonzero(alive & (after > before))[0].tolist():
-            request = self.live.request[plan.slot[row]]
-            assert request is not None
-            keys = self.chains.of_live(request, int(after[row]) * grid)
-            for block in range(int(before[row]), int(after[row])):
-                own.index.publish_kv(keys, block, request.kv_pages[block], request.root)
+    def publish(self, plan: StepPlan, filled: I32) -> None:
+        """Everything that the step wrote becomes visible; rows whose request has left leave only endings.
+
+        `filled`: rows whose request is in its slot and that completed KV pages.
+        """
+        if len(filled):
+            self._publish_kv(plan, filled)
         for chunk in plan.chunks:
             if chunk.request.epoch == chunk.epoch:
                 self._publish_chunk(chunk)
@@ -167,6 +160,21 @@ class Checkpoints:
         for ending in plan.endings:
             self._publish_ending(ending)
 
+    def _publish_kv(self, plan: StepPlan, filled: I32) -> None:
+        grid, index = self.ownership.kv_block, self.ownership.index
+        slots, before = plan.slot[filled], plan.num_computed[filled]
+        first, last = before // grid, (before + plan.num_new[filled]) // grid
+        self.chains.extend_rows(slots, last)
+        pages = self.live.kv_table[slots, first]
+        rows = zip(slots.tolist(), first.tolist(), last.tolist(), pages.tolist(), strict=True)
+        for slot, begin, end, page in rows:
+            request = self.live.request[slot]
+            assert request is not None
+            index.publish_kv(request.hashes, begin, page, request.root)
+            for block in range(begin + 1, end):  # a decoding row has completed one
+                page = int(self.live.kv_table[slot, block])
+                index.publish_kv(request.hashes, block, page, request.root)
+
     def _publish_chunk(self, chunk: Chunk) -> None:
         request, grid = chunk.request, self.ownership.kv_block
         for position, page in zip(chunk.export_position, chunk.export_page, strict=True):
@@ -174,14 +182,14 @@ class Checkpoints:
         keys = [
             request.hashes[p // grid - 1] for p in chunk.wanted if p % grid == 0 and p < chunk.end
         ]
-        self.ownership.index.expect_no_more(chunk.epoch, keys)
+        self.ownership.index.expected.end(chunk.epoch, keys)
 
     def _publish_passing(self, item: Publication) -> None:
         request, grid, index = item.request, self.ownership.kv_block, self.ownership.index
         published = self._publish_state(request, item.position, item.page, False)
         if item.position % grid == 0:
             key = request.hashes[item.position // grid - 1]
-            index.expect_no_more(item.epoch, [key])
+            index.expected.end(item.epoch, [key])
             if published and item.is_passing:
                 request.boundaries.append((key, item.page))
                 if len(request.boundaries) > 2:
@@ -196,7 +204,9 @@ class Checkpoints:
             position,
             root=request.root,
             tail=self.chains.tail(request, position) if partial else (),
-            kv_page=request.kv_pages[position // grid] if partial else NULL_PAGE,
+            kv_page=int(self.live.kv_table[request.slot, position // grid])
+            if partial
+            else NULL_PAGE,
             value=speculative() if is_guess else None,
         )
 
@@ -221,7 +231,7 @@ class Checkpoints:
     def _publish_running(
         self, plan: StepPlan, request: Request, position: int, is_passing: bool = False
     ) -> None:
-        page = request.running_page
+        page = int(self.live.running_page[request.slot])
         plan.publications.append(Publication(request, request.epoch, position, page, is_passing))
 
     def _exists(self, request: Request, position: int) -> bool:

@@ -5,10 +5,17 @@ midstream generate   prints the configuration first, then each answer as it arri
                      tokens per second, time to first token, prompt tokens reused, device, graph
                      replays, fallbacks.  Answers go to stdout, all else to stderr.
                      --logprobs N adds a line for each token.
+midstream explain    prints what an engine with these flags makes of the model: layers, pools, captured
+                     steps and all memory that they are bound to, and the least time of a step.
+                     --out writes it as JSON and as a picture for graphviz.
+midstream bench graphs   measures one decode step: what its capture takes, and how it compares with
+                     transformers and torch.compile.  A table, and with --out graphs.json and a plot.
 midstream info       prints versions, the device, and what is missing here and why.
 
     midstream generate --model DIR --prompt "Once upon a time" --max-tokens 64 --temperature 0
     midstream generate --model DIR --chat --memory 8GiB
+    midstream explain --model DIR --max-rows 8 --out results
+    midstream bench graphs --model DIR --rows 1 8 32 --out results
     midstream info
 
 Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when a request failed or a
@@ -65,13 +72,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = OneLineParser("midstream", description=__doc__, formatter_class=as_written)
     parser.add_argument("--version", action="version", version=f"midstream {own_version()}")
     commands = parser.add_subparsers(
-        required=True, metavar="generate | info", parser_class=FlagParser
+        required=True, metavar="generate | explain | bench | info", parser_class=FlagParser
     )
     generate = commands.add_parser("generate", help="answer prompts, or chat")
     generate.set_defaults(run=run_generate)
     _add_inputs(generate)
     add_flags(generate.add_argument_group("engine (EngineConfig)"), EngineConfig)
     add_flags(generate.add_argument_group("sampling (SamplingParams)"), SamplingParams)
+    explain = commands.add_parser("explain", help="what an engine makes of a model")
+    explain.set_defaults(run=run_explain)
+    _add_explain(explain)
+    bench = commands.add_parser("bench", help="measure graphs on this machine")
+    bench.add_argument("what", choices=["graphs"], help="one decode step, captured and otherwise")
+    bench.set_defaults(run=run_bench_graphs)
+    _add_bench(bench)
     info = commands.add_parser("info", help="what this machine can run")
     info.set_defaults(run=run_info)
     return parser
@@ -112,6 +126,52 @@ def run_generate(args: argparse.Namespace) -> int:
                 summary_lines(session.outputs, session.seconds, engine.stats(), model.device)
             )
         return FAILED if session.num_failed or num_refused else 0
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Make an engine, and say what came of it."""
+    from midstream.runtime.config import check_options
+    from midstream.runtime.explain_report import run
+    from midstream.runtime.loading import load_model
+
+    options = given(args, EngineConfig)
+    check_options(EngineConfig(**options))
+    if args.gb_per_s is not None and not args.gb_per_s > 0:
+        raise ConfigError(f"explain: --gb-per-s {args.gb_per_s}; expected a rate above 0")
+    model, _ = load_model(args.model, args.dtype, args.device)
+    out = None if args.out is None else _make_folder("explain", args.out)
+    print("\n".join(run(model, options, args.gb_per_s, args.buffers, out)))
+    return 0
+
+
+def run_bench_graphs(args: argparse.Namespace) -> int:
+    """Measure one decode step of a model in several ways."""
+    from midstream.runtime import bench_graphs
+
+    for name in ("rows", "slow_rows"):
+        if any(rows < 1 for rows in getattr(args, name)):
+            raise ConfigError(
+                f"bench: --{name.replace('_', '-')} {getattr(args, name)}; expected numbers >= 1"
+            )
+    if args.calls < 1:
+        raise ConfigError(f"bench: --calls {args.calls}; expected a number >= 1")
+    model = bench_graphs.load(args.model, args.dtype, args.device)
+    out = None if args.out is None else _make_folder("bench", args.out)
+    what = bench_graphs.setup(model, args.model)
+    _print_all([" ".join(f"{name}={value}" for name, value in what.items())])
+    if model.device.type != "cuda":
+        _print_all(
+            ["no GPU: steps run eagerly on every path, and the device's times are wall times"]
+        )
+    rows = sorted(set(args.rows))
+    points = bench_graphs.bench(model, rows, args.slow_rows, args.calls)
+    print("\n".join(bench_graphs.table(points)))
+    if out is not None:
+        written = bench_graphs.write(out, what, points)
+        _print_all([f"written: {', '.join(map(str, written))}"])
+        if len(written) == 1:
+            _print_all(["no plot: matplotlib is not installed (pip install midstream[bench])"])
+    return 0
 
 
 def run_info(args: argparse.Namespace) -> int:
@@ -171,7 +231,7 @@ def parse_token_ids(text: str) -> list[int]:
         ) from None
 
 
-def _add_inputs(parser: argparse.ArgumentParser) -> None:
+def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="DIR", help="a folder of transformers")
     parser.add_argument(
         "--dtype", default="auto", help="of the weights; default: as in config.json"
@@ -179,6 +239,21 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="default: cuda where there is one, else cpu"
     )
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
+    parser.add_argument(
+        "--gb-per-s", type=float, metavar="N",
+        help="rate of device memory, read plus written; default: that of a copy, measured",
+    )  # fmt: skip
+    parser.add_argument("--buffers", action="store_true", help="list every bound buffer")
+    parser.add_argument("--out", metavar="DIR", help="write explain.json and explain.dot there")
+    add_flags(parser.add_argument_group("engine (EngineConfig)"), EngineConfig)
+
+
+def _add_inputs(parser: argparse.ArgumentParser) -> None:
+    _add_model(parser)
     inputs = parser.add_mutually_exclusive_group(required=True)
     repeat = "; repeat it for several requests"
     inputs.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt" + repeat)
@@ -189,9 +264,46 @@ def _add_inputs(parser: argparse.ArgumentParser) -> None:
     inputs.add_argument("--chat", action="store_true", help="one turn for each line of stdin")
 
 
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", required=True, metavar="DIR|FILE",
+        help="a folder of transformers, or a JSON file with model_type and sizes (random weights)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="default: 1 8 32"
+    )
+    parser.add_argument(
+        "--slow-rows", type=int, nargs="*", default=[1, 32], metavar="N",
+        help="rows at which torch.compile is measured too, which takes minutes; none: leave it out "
+        "(default: 1 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--calls", type=int, default=150, metavar="N", help="steps timed (default: 150)"
+    )
+    parser.add_argument(
+        "--dtype", default="auto", help="default: as in config.json; of a file: bfloat16 on a GPU"
+    )
+    parser.add_argument(
+        "--device", default="auto", help="default: cuda where there is one, else cpu"
+    )
+    parser.add_argument("--out", metavar="DIR", help="write graphs.json and graphs.png there")
+
+
 def _print_all(lines: Iterable[str]) -> None:
     for line in lines:
         print(line, file=sys.stderr)
+
+
+def _make_folder(command: str, path: str) -> Path:
+    """The folder of --out, made before the work whose results it will hold."""
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{command}: --out '{path}' cannot be made ({error}); give a folder to write into"
+        ) from error
+    return folder
 
 
 def _read_file(path: str) -> str:

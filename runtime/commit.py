@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from midstream.ops import host_decode
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.ownership import PageOwnership
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.request import Phase, Request, TokenLogprobs
 from midstream.runtime.scheduler import Scheduler
 
+_REASONS = (None, "stop", "length")  # by GOES_ON, STOPPED, TOO_LONG of ops/host_decode.py
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, on the host."""
+    """What a step brought, on the host.  Arrays may be longer than the step has rows R."""
 
     token: I32  # i32[R]  sampled token, -1 where the row samples none
     logprob: npt.NDArray[np.float32]  # f32[R]
@@ -47,54 +51,48 @@ class Committer:
         self.ownership = ownership
         self.scheduler = scheduler
         self.num_tokens = 0  # that requests got so far
+        num_slots = len(live.request)
+        self._heeded: I32 = np.zeros((2, num_slots), np.int32)
+        self._filled: I32 = np.zeros(num_slots, np.int32)
+        self._tally: I32 = np.zeros(5, np.int32)
+        self._commit_rows = partial(
+            host_decode.commit_rows, live.epoch, live.tokens, live.prompt_len, live.num_outputs,
+            live.max_tokens, live.watched, live.stop_id, ownership.kv_block, self._heeded,
+            self._filled, self._tally,
+        )  # fmt: skip
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Arrival]:
         """Tokens of requests that are watched, started or finished by this step, in row order."""
-        live = self.live
-        alive = live.epoch[plan.slot] == plan.epoch
-        broken = np.isnan(result.logprob)
-        if broken.any():  # earlier steps of such a row may have left checkpoints
+        arrays = plan.arrays
+        self._commit_rows(arrays.rows, arrays.epoch, plan.num_rows, result.token, result.logprob)
+        num_heeded, num_filled, num_broken, num_lost, num_tokens = self._tally.tolist()
+        if num_broken:  # earlier steps of such a row may have left checkpoints
             self.ownership.index.reset()
         elif self.scheduler.checkpoints.is_on:
-            self.scheduler.checkpoints.publish(plan, alive)
-        after = plan.num_computed + plan.num_new
-        rows = np.nonzero(alive & (plan.samples != 0))[0]
-        slots, tokens = plan.slot[rows], result.token[rows]
-        live.tokens[slots, after[rows]] = tokens
-        live.num_outputs[slots] = after[rows] + 1 - live.prompt_len[slots]
-        stopped = (live.stop_id[slots] == tokens[:, None]).any(axis=1)
-        ended = live.num_outputs[slots] >= live.max_tokens[slots]
-        first = live.num_outputs[slots] == 1
-        arrivals = []
-        heeded = stopped | ended | first | live.watched[slots] | broken[rows]
-        for i in np.nonzero(heeded)[0].tolist():
-            request = live.request[slots[i]]
-            assert request is not None
-            reason = "stop" if stopped[i] else "length" if ended[i] else None
-            arrivals.append(self._arrive(request, int(rows[i]), reason, result))
-        self.num_tokens += len(rows)
-        arrivals += self._commit_preempted(plan, alive, result)
+            self.scheduler.checkpoints.publish(plan, self._filled[:num_filled])
+        self.num_tokens += num_tokens
+        arrivals: list[Arrival] = []
+        if num_heeded:
+            rows, reasons = self._heeded[:, :num_heeded].tolist()
+            for row, reason in zip(rows, reasons, strict=True):
+                arrivals.append(self._arrive(plan, row, _REASONS[reason], result))
+        if self.scheduler.preempted:
+            if num_lost:
+                arrivals += self._commit_preempted(plan, result)
+            self.scheduler.preempted.clear()
         self.ownership.give_back(plan)
         return arrivals
 
-    def _arrive(
-        self, request: Request, row: int, reason: str | None, result: StepResult
-    ) -> Arrival:
-        if request.first_token_at is None:
-            request.first_token_at = time.perf_counter()
-        token = int(result.token[row])
-        if request.params.logprobs is not None:
-            request.logprobs.append(_logprobs(request.params.logprobs, row, result))
-        return Arrival(request, token, reason, bool(np.isnan(result.logprob[row])))
+    def _arrive(self, plan: StepPlan, row: int, reason: str | None, result: StepResult) -> Arrival:
+        request = self.live.request[plan.slot[row]]
+        assert request is not None
+        return _arrival(request, row, reason, result)
 
-    def _commit_preempted(
-        self, plan: StepPlan, alive: npt.NDArray[np.bool_], result: StepResult
-    ) -> list[Arrival]:
+    def _commit_preempted(self, plan: StepPlan, result: StepResult) -> list[Arrival]:
         """Tokens sampled for requests that lost their slot while the step was in flight are kept."""
         arrivals: list[Arrival] = []
-        if not self.scheduler.preempted:
-            return arrivals
-        for row in np.nonzero(~alive & (plan.samples != 0))[0].tolist():
+        lost = self.live.epoch[plan.slot] != plan.epoch
+        for row in np.nonzero(lost & (plan.samples != 0))[0].tolist():
             request = self.scheduler.preempted.get(int(plan.epoch[row]))
             if request is None or request.phase is not Phase.WAITING:
                 continue
@@ -104,9 +102,17 @@ class Committer:
             ended = len(request.outputs) >= request.max_tokens
             stopped = token in request.sampling.stop_ids
             reason = "stop" if stopped else "length" if ended else None
-            arrivals.append(self._arrive(request, row, reason, result))
-        self.scheduler.preempted.clear()
+            arrivals.append(_arrival(request, row, reason, result))
         return arrivals
+
+
+def _arrival(request: Request, row: int, reason: str | None, result: StepResult) -> Arrival:
+    if request.first_token_at is None:
+        request.first_token_at = time.perf_counter()
+    if request.params.logprobs is not None:
+        request.logprobs.append(_logprobs(request.params.logprobs, row, result))
+    is_broken = bool(np.isnan(result.logprob[row]))
+    return Arrival(request, int(result.token[row]), reason, is_broken)
 
 
 def _logprobs(count: int, row: int, result: StepResult) -> TokenLogprobs:

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 
 from midstream.errors import ConfigError
-from midstream.graphs.table import GraphKey
+from midstream.graphs.dispatch import MODES, GraphKey, Ladder, resolve_forms
+from midstream.graphs.ladder import chunk_ladder as chunk_ladder  # public from here too
+from midstream.graphs.ladder import ladder as ladder
+from midstream.graphs.ladder import ladder_of
 from midstream.runtime.eviction import EVICTIONS
 from midstream.runtime.options import EngineConfig as EngineConfig  # public from here too
 from midstream.runtime.planner import PageBytes, parse_mix, plan_pages
 
 CACHE_MODES = ("none", "align", "all")
-GRAPH_MODES = ("full", "off")
+GRAPH_MODES = tuple(MODES)
 MIGRATIONS = ("copyfree", "precopy")
 COMPILE_MODES = ("eager", "inductor")
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,8 +51,7 @@ class ResolvedConfig:
     max_len: int
     num_state_pages: int
     num_kv_pages: int
-    graph_rows: tuple[int, ...]  # captured decode steps by rows, ascending; empty: no graphs
-    graph_chunks: tuple[GraphKey, ...]  # captured steps with prompt chunks, ascending
+    graphs: Ladder  # the steps that have graphs; empty: none
     migration: str
     retention: str | int | None  # None: every block
     eviction: str
@@ -57,6 +59,16 @@ class ResolvedConfig:
     state_dtype: torch.dtype
     compile: str
     hash_key: bytes | None
+
+    @property
+    def graph_rows(self) -> tuple[int, ...]:
+        """Captured decode steps by rows, ascending."""
+        return tuple(key.rows for key in self.graphs.decode)
+
+    @property
+    def graph_chunks(self) -> tuple[GraphKey, ...]:
+        """Captured steps with prompt chunks, ascending."""
+        return self.graphs.chunk
 
 
 def engine_config(options: Mapping[str, Any]) -> EngineConfig:
@@ -84,7 +96,7 @@ def check_options(config: EngineConfig) -> None:
     _one_of("migration", config.migration, ("auto", *MIGRATIONS))
     _one_of("compile", config.compile, ("auto", *COMPILE_MODES))
     _one_of("state_dtype", config.state_dtype, tuple(STATE_DTYPES))
-    for name in ("state_block", "kv_block", "max_rows", "max_step_tokens"):
+    for name in ("state_block", "kv_block", "max_rows", "max_step_tokens", "graph_tokens"):
         _positive(name, getattr(config, name))
     for name, least in (("max_len", 2), ("num_state_pages", 4), ("num_kv_pages", 2)):
         value = getattr(config, name)
@@ -123,7 +135,6 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
     kv_tokens = (num_kv - 1) * config.kv_block
     state_tokens = (num_state - 4) * config.state_block
     held = [kv_tokens] if config.cache_mode != "all" else [kv_tokens, state_tokens]
-    captured = config.graphs == "full"
     known = [n for n in (config.max_len, limits.max_positions) if n is not None]
     if config.max_len is not None and limits.max_positions not in (None, 0):
         _at_most("max_len", config.max_len, limits.max_positions or 0, "positions of the model")
@@ -146,8 +157,12 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
         max_len=max_len,
         num_state_pages=num_state,
         num_kv_pages=num_kv,
-        graph_rows=ladder(min(config.max_rows, config.max_step_tokens)) if captured else (),
-        graph_chunks=chunk_ladder(config.max_rows, config.max_step_tokens) if captured else (),
+        graphs=ladder_of(
+            resolve_forms(config.graphs),
+            config.max_rows,
+            config.max_step_tokens,
+            config.graph_tokens,
+        ),
         migration="copyfree" if config.migration == "auto" else config.migration,
         retention=None if config.cache_mode == "all" else config.retention,
         eviction=config.eviction,
@@ -158,37 +173,6 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
         else config.compile,
         hash_key=parse_hash_key(config.hash_key),
     )
-
-
-def ladder(max_rows: int) -> tuple[int, ...]:
-    """Captured batch sizes: powers of two up to 16, then multiples of 16, 32 from 64 on, and the maximum.
-
-    >>> ladder(6)
-    (1, 2, 4, 6)
-    >>> ladder(100)
-    (1, 2, 4, 8, 16, 32, 48, 64, 96, 100)
-    """
-    sizes = [1, 2, 4, 8, 16, 32, 48, *range(64, max_rows, 32), max_rows]
-    return tuple(sorted({n for n in sizes if n <= max_rows}))
-
-
-_GRAPH_TOKENS = (64, 128, 256, 512)  # longer prompts are bound by arithmetic, not by launches
-_FEW_ROWS = 8
-
-
-def chunk_ladder(max_rows: int, max_step_tokens: int) -> tuple[GraphKey, ...]:
-    """Captured steps with prompt chunks: a few rows or all of them, at rising numbers of tokens.
-
-    >>> [(key.tokens, key.rows) for key in chunk_ladder(32, 128)]
-    [(64, 8), (64, 32), (128, 8), (128, 32)]
-    """
-    keys = [
-        GraphKey(tokens, max(rows, 2), tokens // 32 + 2 * rows)
-        for tokens in _GRAPH_TOKENS
-        for rows in {min(_FEW_ROWS, max_rows), max_rows}
-        if rows <= tokens <= max_step_tokens
-    ]
-    return tuple(sorted(keys))
 
 
 def parse_hash_key(text: str | None) -> bytes | None:

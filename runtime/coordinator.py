@@ -17,8 +17,12 @@ enters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from midstream.runtime.pages import NULL_PAGE
 from midstream.runtime.tree import Node
@@ -26,12 +30,12 @@ from midstream.runtime.tree import Node
 Tokens = Callable[[int, int], tuple[int, ...]]  # known tokens [begin, end) of a prompt
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Hit:
     """Where a prompt resumes and what it resumes from.  Valid until the next eviction."""
 
     num_tokens: int  # resume point: tokens that need no computing
-    kv_pages: tuple[int, ...]  # page of each whole block before the resume point
+    node: Node | None  # the prefix resumed from; None: from the beginning
     tail_page: (
         int  # KV page that holds the tokens behind the last whole block: copied, never adopted
     )
@@ -40,13 +44,31 @@ class Hit:
         tuple[int, ...], ...
     ]  # of each window: NULL_PAGE where it no longer reaches
     kv_match_tokens: int  # longest match of full attention alone
-    node: Node | None  # the prefix resumed from
     evictions: int  # the index's count of dropped keys when this was found
+    _kv_pages: npt.NDArray[np.int32] | None = None
 
     @property
     def junction(self) -> int:
         """Length of the known prefix where it has no state to resume from; 0 if nothing is lost."""
         return self.kv_match_tokens if self.kv_match_tokens > self.num_tokens else 0
+
+    @property
+    def kv_pages(self) -> npt.NDArray[np.int32]:
+        """i32[n]  page of each whole block before the resume point; read from the tree at the first call."""
+        if self._kv_pages is None:
+            pages, node = array("i"), self.node
+            if node is not None and node.tail:
+                node = node.parent
+            while node is not None and node.parent is not None:
+                pages.append(node.pages[0])
+                node = node.parent
+            self._kv_pages = np.array(pages, np.int32)[::-1].copy()
+        return self._kv_pages
+
+    def take_pages_of(self, earlier: Hit) -> None:
+        """Spare the walk if nothing that an earlier hit named has gone since."""
+        if earlier.node is self.node and earlier.evictions == self.evictions:
+            self._kv_pages = earlier._kv_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,28 +79,30 @@ class Window:
     blocks_per_page: int
     num_pages: int  # that must be there to resume: ceil((window - 1) / tokens of a page)
 
-    def accepts(self, path: Sequence[Node], num_blocks: int) -> bool:
-        """Whether the window can resume after `num_blocks` blocks of the path."""
+    def accepts(self, node: Node, num_blocks: int) -> bool:
+        """Whether the window can resume at a prefix of `num_blocks` blocks."""
         if num_blocks % self.blocks_per_page:
             return False
-        return all(path[col].pages[self.place] for col in self._cols(num_blocks))
+        return all(page for _, page in self._reached(node, num_blocks))
 
-    def row(self, path: Sequence[Node], num_blocks: int) -> tuple[int, ...]:
+    def row(self, node: Node, num_blocks: int) -> tuple[int, ...]:
         """Pages of the block table up to the resume point."""
         row = [NULL_PAGE] * (num_blocks // self.blocks_per_page)
-        for col in self._cols(num_blocks):
-            row[col // self.blocks_per_page] = path[col].pages[self.place]
+        for col, page in self._reached(node, num_blocks):
+            row[col] = page
         return tuple(row)
 
-    def _cols(self, num_blocks: int) -> range:
-        """Last block of each page that the window reaches."""
-        step = self.blocks_per_page
-        return range(num_blocks - 1, max(num_blocks - 1 - step * self.num_pages, -1), -step)
+    def _reached(self, node: Node, num_blocks: int) -> Iterator[tuple[int, int]]:
+        """Column and page of each page that the window reaches, backwards; a page is on its last block."""
+        last = num_blocks // self.blocks_per_page - 1
+        for col in range(last, max(last - self.num_pages, -1), -1):
+            yield col, node.pages[self.place]
+            node = node.above(self.blocks_per_page)
 
 
 def find_resume_point(
-    root: Node,
-    path: Sequence[Node],
+    node: Node,
+    num_blocks: int,
     max_tokens: int,
     block: int,
     state: int,
@@ -88,26 +112,23 @@ def find_resume_point(
     """The prefix to resume from and its number of whole blocks; the root and 0 where there is none.
 
     Args:
-        root: what all prompts with these extra keys begin with.
-        path: the prompt's whole blocks that full attention has, without a gap.
+        node: the longest prefix of the prompt, of `num_blocks` whole blocks, that full attention has.
         max_tokens: no resume point is longer.
         block: tokens of a block.
         state: place of the recurrent group in `Node.pages`, -1 without recurrent layers.
         tokens: reads the prompt, to compare tails; None: whole blocks only.
     """
-    for num_blocks in range(len(path), -1, -1):
-        node = path[num_blocks - 1] if num_blocks else root
+    while True:
         if node.tails and tokens is not None and not windows:
             tail = _longest_tail(node, max_tokens, block, state, tokens)
             if tail is not None:
                 return tail, num_blocks
-        if (
-            num_blocks
-            and (state < 0 or node.pages[state])
-            and all(window.accepts(path, num_blocks) for window in windows)
+        if node.parent is None or (
+            (state < 0 or node.pages[state])
+            and all(window.accepts(node, num_blocks) for window in windows)
         ):
             return node, num_blocks
-    return root, 0
+        node, num_blocks = node.parent, num_blocks - 1
 
 
 def _longest_tail(

@@ -77,10 +77,6 @@ class DeviceStep:
         own["slots"] = self.slots.flat.data_ptr()
         return own | {f"stage.{name}": address for name, address in self.stage.addresses().items()}
 
-    def parameter_addresses(self) -> dict[str, int]:
-        """Data pointer of every model parameter, by name."""
-        return {name: p.data_ptr() for name, p in self.lowered.model.named_parameters()}
-
     def _advance(self, view: StepView, rows: int) -> None:
         slots = self.slots
         advance(

@@ -11,6 +11,7 @@ An engine belongs to one thread.  Several engines may live in one process, each 
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections import OrderedDict, deque
@@ -35,6 +36,9 @@ from midstream.runtime.request import Lookup, Output, Request
 from midstream.runtime.runner import InFlight
 from midstream.runtime.sampling import SamplingParams
 from midstream.runtime.settings import read_settings
+from midstream.runtime.shadow import Shadow
+
+_log = logging.getLogger("midstream")
 
 _REMEMBERED = 4096  # finished requests that explain() still knows
 
@@ -70,8 +74,8 @@ class Engine:
             ConfigError: an option that can never work.
             UnsupportedError: a model or a mode that is not supported.
         """
-        self._settings = read_settings(os.environ)
-        self._parts: Parts = assemble(model, tokenizer, engine_config(options))
+        settings = read_settings(os.environ)
+        self._parts: Parts = assemble(model, tokenizer, engine_config(options), settings.emulate)
         self._config = self._parts.config
         self._last_stats: dict[str, Any] = {}  # of a closed engine
         # an engine that is dropped without close() gives the model back too
@@ -84,6 +88,7 @@ class Engine:
         self._inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
         self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens"), 0)
         self._closed = False
+        self.debug(poison=settings.poison, shadow_every=settings.shadow_every)
         try:
             self._warm_up()
         except BaseException:
@@ -185,6 +190,7 @@ class Engine:
             },
             "graph_replays": parts.runner.graphs.num_replays,
             "graph_fallbacks": dict(parts.runner.graphs.fallbacks),
+            "graphs": parts.runner.graphs.stats(),
             "pages": {
                 name: {"free": p.num_free, "cached": p.num_cached, "owned": p.num_owned}
                 for name, p in pools.items()
@@ -236,7 +242,43 @@ class Engine:
         while self._flights:  # computes what nobody waits for
             self._commit(self._flights.popleft())
         self._parts.ownership.index.reset()
-        self._parts.runner.recapture_if_moved()
+        if self._parts.runner.moved_weights():
+            self._parts.runner.recapture()
+
+    def release_graphs(self) -> None:
+        """Give the memory of all captured graphs back, e.g. while the engine sleeps.
+
+        A step that needs a graph captures it again, unless `capture_graphs` did before.
+        """
+        self._check_open()
+        self._parts.runner.release_graphs()
+
+    def capture_graphs(self) -> None:
+        """Capture again what the engine captured when it was made; needed after `release_graphs` only."""
+        self._check_open()
+        self._warm_up()
+
+    def debug(self, *, poison: bool = False, shadow_every: int = 0) -> None:
+        """Choose the checks that every following step runs under.  Off, they cost one comparison a step.
+
+        Args:
+            poison: fill with NaN or nonsense what no step may read: free pages, null pages, stale entries of
+                buffers, results before they are written.  Results stay the same, bit for bit.
+            shadow_every: run every n-th step that replays a graph eagerly too, from the same memory, and
+                raise ContractError where a bit differs, naming the buffer and the row.  0: never.
+        Raises:
+            ConfigError: a negative number of steps.
+        """
+        self._check_open()
+        if shadow_every < 0:
+            raise ConfigError(
+                f"Engine: debug(shadow_every={shadow_every}), expected 0 or more steps; 0 compares none"
+            )
+        parts, runner = self._parts, self._parts.runner
+        runner.poison = poison
+        runner.shadow = (
+            Shadow(shadow_every, runner.step, parts.pools, runner.queue) if shadow_every else None
+        )
 
     def check_books(self) -> None:
         """Raise ContractError unless every page is free, cached or owned, exactly once."""
@@ -253,9 +295,11 @@ class Engine:
             while self._flights:
                 self._parts.runner.wait(self._flights.popleft())
         finally:
-            self._parts.runner.graphs.clear()
-            self._undo()
-            del self._parts
+            try:
+                self._parts.runner.release_graphs()
+            finally:
+                self._undo()
+                del self._parts
 
     def __enter__(self) -> Engine:
         return self
@@ -272,6 +316,7 @@ class Engine:
 
     def _turn_whole(self) -> None:
         self._deliver()
+        self._notice_moved_weights()
         plan = self._schedule()
         if plan is not None:
             self._launch(plan)
@@ -288,10 +333,23 @@ class Engine:
             self._fail(list(scheduler.running), error)  # which of them were moved is not known
             raise
 
+    def _notice_moved_weights(self) -> None:
+        """Before requests start on an idle engine: graphs and saved state of other weights must go."""
+        parts = self._parts
+        if self._flights or parts.scheduler.running or not parts.scheduler.waiting:
+            return
+        if moved := parts.runner.moved_weights():
+            _log.warning(
+                "%d tensors of the model moved, such as %s: saved state is dropped and graphs are captured "
+                "again; call weights_changed() after changing weights", len(moved), moved[0],
+            )  # fmt: skip
+            parts.ownership.index.reset()
+            parts.runner.recapture()
+
     def _launch(self, plan: StepPlan) -> None:
         parts = self._parts
         try:
-            if self._settings.poison:
+            if parts.runner.poison:
                 poison_free_pages(parts)
             self._flights.append(parts.runner.launch(plan))
         except BaseException as error:
@@ -435,11 +493,12 @@ class Engine:
 
     def _warm_up(self) -> None:
         runner = self._parts.runner
-        if runner.graph_keys:
+        missing = [key for key in runner.graph_keys if key not in runner.graphs.captured]
+        if missing:
             with tqdm(
-                total=len(runner.graph_keys), desc="capturing graphs", leave=False, disable=None
+                total=len(missing), desc="capturing graphs", leave=False, disable=None
             ) as bar:
-                runner.warm_up(lambda _: bar.update())
+                runner.graphs.warm_up(missing, lambda _: bar.update())
 
     def _check_open(self) -> None:
         if self._closed:

@@ -12,6 +12,7 @@ from midstream.runtime.request import Lookup
 
 REASONS = {
     "all": "all that the grid of KV pages allows",
+    "longest": "no more of this beginning was ever computed here",
     "unknown": "nothing of this beginning is saved",
     "no state": "attention knows more, but no state was ever saved there",
     "evicted": "a state was saved further on, and had to make room",
@@ -43,7 +44,7 @@ def _reason(index: PrefixIndex, keys: list[int], hit: Hit, asked: int, state: in
         return "no state"
     if state > hit.num_tokens:
         return "no attention"
-    return "unknown"
+    return "longest" if hit.num_tokens else "unknown"
 
 
 def sentence(lookup: Lookup) -> str:

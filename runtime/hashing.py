@@ -61,7 +61,9 @@ class BlockHasher:
         self.block = block
         self._key = secrets.token_bytes(KEY_BYTES) if key is None else bytes(key)
         self._fill = _fill_hashes if compiled else _fill_hashes_ref
-        self._plain_root = self._root(b"")
+        self._fill_rows = _fill_row_hashes if compiled else _fill_row_hashes_ref
+        self._key_words = as_words(self._key)
+        self._plain_root = self._root_of(b"")
 
     def extend(self, parent: int | None, tokens: Tokens, extra: bytes = b"") -> Hashes:
         """Hashes of the full blocks in `tokens`, which continue the prefix that ends in `parent`.
@@ -84,12 +86,40 @@ class BlockHasher:
                 "them with the first block only; the parent already carries them, so pass none"
             )
         if parent is None:
-            parent = self._root(extra) if extra else self._plain_root
+            parent = self.root(extra)
         hashes = np.empty((len(tokens) // self.block, 2), np.uint64)
-        self._fill(*_halves(self._key), *_halves(parent), tokens, self.block, hashes)
+        self._fill(*self._key_words, *as_words(parent), tokens, self.block, hashes)
         return hashes
 
-    def _root(self, extra: bytes) -> int:
+    def extend_rows(
+        self,
+        last: Hashes,
+        num_hashed: Tokens,
+        tokens: Tokens,
+        slot: Tokens,
+        num_blocks: Tokens,
+        total: int,
+    ) -> Hashes:
+        """Hash several sequences on, one after the other; `last` and `num_hashed` follow.
+
+        Args:
+            last: u64[S, 2]  hash of the last hashed block of each slot, or its root.
+            num_hashed: i32[S]  hashed blocks of each slot.
+            tokens: i32[S, length]  of each slot, from position 0.
+            slot, num_blocks: i32[n]  whose hashes are wanted, and up to how many blocks.
+            total: hashes that are missing.
+        """
+        hashes = np.empty((total, 2), np.uint64)
+        self._fill_rows(
+            *self._key_words, last, num_hashed, tokens, slot, num_blocks, self.block, hashes
+        )
+        return hashes
+
+    def root(self, extra: bytes) -> int:
+        """What the first block of a prefix with these extra keys continues."""
+        return self._root_of(extra) if extra else self._plain_root
+
+    def _root_of(self, extra: bytes) -> int:
         # one 0x80, then zeros up to 4n + 1 bytes: injective, and never as long as a block's message
         padding = b"\x80" + bytes(-len(extra) % 4)
         return sip128(self._key, extra + padding)
@@ -163,10 +193,32 @@ def _fill_hashes_ref(
     for i in range(len(hashes)):
         words = tokens[i * block : (i + 1) * block].astype("<i4").tobytes()
         chain = sip128(key, chain.to_bytes(16, "little") + words)
-        hashes[i] = _halves(chain)
+        hashes[i] = as_words(chain)
 
 
-def _halves(value: int | bytes) -> tuple[np.uint64, np.uint64]:
+def _fill_row_hashes_ref(
+    k0: np.uint64,
+    k1: np.uint64,
+    last: Hashes,
+    num_hashed: Tokens,
+    tokens: Tokens,
+    slot: Tokens,
+    num_blocks: Tokens,
+    block: int,
+    hashes: Hashes,
+) -> None:
+    end = 0
+    for record, count in zip(slot.tolist(), num_blocks.tolist(), strict=True):
+        first = int(num_hashed[record])
+        begin, end = end, end + max(count - first, 0)
+        known = tokens[record, first * block : count * block]
+        low, high = last[record]
+        _fill_hashes_ref(k0, k1, low, high, known, block, hashes[begin:end])
+        if end > begin:
+            last[record], num_hashed[record] = hashes[end - 1], count
+
+
+def as_words(value: int | bytes) -> tuple[np.uint64, np.uint64]:
     if isinstance(value, bytes):
         value = int.from_bytes(value, "little")
     return np.uint64(value & _MASK), np.uint64(value >> 64)
@@ -215,6 +267,33 @@ def _squeeze(v0: np.uint64, v1: np.uint64, v2: np.uint64, v3: np.uint64) -> _Sta
     return v0, v1, v2, v3
 
 
+@inlined
+def _hash_block(
+    k0: np.uint64,
+    k1: np.uint64,
+    low: np.uint64,
+    high: np.uint64,
+    tokens: Tokens,
+    first: int,
+    block: int,
+    length: np.uint64,
+) -> tuple[np.uint64, np.uint64]:
+    v0, v1, v2, v3 = k0 ^ _S0, k1 ^ _S1 ^ _EE, k0 ^ _S2, k1 ^ _S3
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, low)
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, high)
+    for t in range(first, first + block - 1, 2):
+        pair = _U(np.uint32(tokens[t])) | (_U(np.uint32(tokens[t + 1])) << _32)
+        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, pair)
+    last = length
+    if block % 2:
+        last |= _U(np.uint32(tokens[first + block - 1]))
+    v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, last)
+    v0, v1, v2, v3 = _squeeze(v0, v1, v2 ^ _EE, v3)
+    low = v0 ^ v1 ^ v2 ^ v3
+    v0, v1, v2, v3 = _squeeze(v0, v1 ^ _DD, v2, v3)
+    return low, v0 ^ v1 ^ v2 ^ v3
+
+
 @compiled
 def _fill_hashes(
     k0: np.uint64,
@@ -227,20 +306,33 @@ def _fill_hashes(
 ) -> None:
     length = _U((16 + 4 * block) & 0xFF) << _LENGTH_SHIFT
     for i in range(hashes.shape[0]):
-        v0, v1, v2, v3 = k0 ^ _S0, k1 ^ _S1 ^ _EE, k0 ^ _S2, k1 ^ _S3
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, low)
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, high)
-        first = i * block
-        for t in range(first, first + block - 1, 2):
-            pair = _U(np.uint32(tokens[t])) | (_U(np.uint32(tokens[t + 1])) << _32)
-            v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, pair)
-        last = length
-        if block % 2:
-            last |= _U(np.uint32(tokens[first + block - 1]))
-        v0, v1, v2, v3 = _absorb(v0, v1, v2, v3, last)
-        v0, v1, v2, v3 = _squeeze(v0, v1, v2 ^ _EE, v3)
-        low = v0 ^ v1 ^ v2 ^ v3
-        v0, v1, v2, v3 = _squeeze(v0, v1 ^ _DD, v2, v3)
-        high = v0 ^ v1 ^ v2 ^ v3
+        low, high = _hash_block(k0, k1, low, high, tokens, i * block, block, length)
         hashes[i, 0] = low
         hashes[i, 1] = high
+
+
+@compiled
+def _fill_row_hashes(
+    k0: np.uint64,
+    k1: np.uint64,
+    last: Hashes,
+    num_hashed: Tokens,
+    tokens: Tokens,
+    slot: Tokens,
+    num_blocks: Tokens,
+    block: int,
+    hashes: Hashes,
+) -> None:
+    length = _U((16 + 4 * block) & 0xFF) << _LENGTH_SHIFT
+    i = 0
+    for row in range(slot.shape[0]):
+        record = slot[row]
+        known = tokens[record]
+        for place in range(num_hashed[record], num_blocks[row]):
+            low, high = _hash_block(
+                k0, k1, last[record, 0], last[record, 1], known, place * block, block, length
+            )
+            hashes[i, 0] = last[record, 0] = low
+            hashes[i, 1] = last[record, 1] = high
+            i += 1
+        num_hashed[record] = max(num_hashed[record], num_blocks[row])

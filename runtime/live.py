@@ -1,7 +1,8 @@
 """
 The live requests as arrays, one entry per slot, so that a decode step costs no Python per row.
 
-Mirrors on the host what `SlotMemory` holds on the device, as far as the host knows it without waiting.
+Mirrors on the host what `SlotMemory` holds on the device, as far as the host knows it without waiting; what
+the device has not got yet is in `deltas`.
 Letters: S slots, Z columns.
 """
 
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from midstream.errors import CapacityError
+from midstream.runtime.deltas import Deltas
 from midstream.runtime.request import Request
 from midstream.runtime.sampling import MAX_STOP_IDS
 from midstream.runtime.slots import NO_COL, SlotLayout
@@ -36,11 +38,15 @@ class LiveTable:
         self.num_logprobs: I32 = np.zeros(num, np.int32)
         self.stop_id: I32 = np.full((num, MAX_STOP_IDS), -1, np.int32)
         self.watched = np.zeros(num, np.bool_)  # each token needs the host's attention
+        self.decodes = np.zeros(num, np.bool_)  # each step computes the token sampled last
         self.relocate = np.zeros(num, np.bool_)  # the running page becomes a checkpoint: move on
         self.state_col: I32 = np.full(num, NO_COL, np.int32)  # running column
+        self.running_page: I32 = np.zeros(num, np.int32)  # written by the next tokens, 0 if none
         self.resume_page: I32 = np.zeros(num, np.int32)
         self.state_table: I32 = np.zeros((num, layout.widths["state_table"]), np.int32)
         self.kv_table: I32 = np.zeros((num, layout.widths["kv_table"]), np.int32)
+        self.num_kv_pages: I32 = np.zeros(num, np.int32)  # columns in use
+        self.deltas = Deltas(layout.num_elements)
         self._free = list(range(num - 1, -1, -1))
         self._next_epoch = 0
 
@@ -48,7 +54,7 @@ class LiveTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, known: I32, computed: int) -> int:
+    def take(self, request: Request, known: I32, computed: int, resume_page: int) -> int:
         """Put a request into a free slot.  Raises CapacityError if there is none."""
         if not self._free:
             raise CapacityError(f"LiveTable: all {len(self.request)} slots are taken")
@@ -69,7 +75,8 @@ class LiveTable:
         self.watched[slot] = request.watched
         self.relocate[slot] = False
         self.state_col[slot] = NO_COL
-        self.resume_page[slot] = request.resume_page
+        self.resume_page[slot] = resume_page
+        self.num_kv_pages[slot] = self.running_page[slot] = 0
         request.slot = slot
         return slot
 
@@ -79,6 +86,7 @@ class LiveTable:
         request.outputs = self.outputs(slot)
         self.request[slot] = None
         self.epoch[slot] = -1
+        self.decodes[slot] = False
         self._free.append(slot)
         request.slot = request.epoch = -1
 
@@ -86,3 +94,7 @@ class LiveTable:
         """Output tokens that have arrived."""
         begin = int(self.prompt_len[slot])
         return self.tokens[slot, begin : begin + int(self.num_outputs[slot])].tolist()
+
+    def kv_pages(self, slot: int) -> list[int]:
+        """KV pages that the slot's request holds, in the order of its tokens."""
+        return self.kv_table[slot, : int(self.num_kv_pages[slot])].tolist()

@@ -40,7 +40,7 @@ def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto")
     config = read_config(directory)
     check_family(directory, config)
     check_weights(directory)
-    model = _load_weights(directory, _dtype(dtype)).to(_device(device)).eval()
+    model = _load_weights(directory, _dtype(dtype)).to(find_device(device)).eval()
     model.requires_grad_(False)
     return model, load_tokenizer(directory, config)
 
@@ -115,7 +115,7 @@ def load_tokenizer(directory: Path, config: dict[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ConfigError(
-            f"load_model: the tokenizer in '{directory}' cannot be read ({_first_line(error)}); "
+            f"load_model: the tokenizer in '{directory}' cannot be read ({first_line(error)}); "
             "save it again with tokenizer.save_pretrained(...), or give token ids"
         ) from error
 
@@ -157,7 +157,7 @@ def _load_weights(directory: Path, dtype: torch.dtype | str) -> Any:
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
-            f"load_model: '{directory}' cannot be loaded ({_first_line(error)}); "
+            f"load_model: '{directory}' cannot be loaded ({first_line(error)}); "
             "config.json and the weights must belong together: copy both again"
         ) from error
     # transformers only warns here and draws the parameters at random
@@ -194,7 +194,8 @@ def _dtype(name: str) -> torch.dtype | str:
     return DTYPES.get(name, "auto")
 
 
-def _device(name: str) -> torch.device:
+def find_device(name: str) -> torch.device:
+    """The device of that name; "auto" is a GPU where there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -222,5 +223,5 @@ def _some(names: Any, most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(":. ")

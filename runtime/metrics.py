@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from midstream.runtime.engine import Engine
 
-_GAUGES = {"waiting", "running", "pages"}
+_GAUGES = {
+    "waiting", "running", "pages", "graphs_live", "graphs_memory_bytes", "graphs_predicted_bytes",
+}  # fmt: skip
 _LABELS = {"cache_reasons": "reason", "graph_fallbacks": "reason"}
 
 

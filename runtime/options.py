@@ -42,7 +42,12 @@ class EngineConfig:
     num_kv_pages: int | None = option(None, "none: planned from memory")
     graphs: str = option(
         "full",
-        '"full": decode steps and short prompts are captured; "off": every step runs eagerly',
+        '"full": decode steps and short prompts are captured whole; "piecewise": all steps up to '
+        'graph_tokens, cut where states and attention are computed; "full+piecewise": longer prompts so, '
+        'the rest whole; "off": every step runs eagerly',
+    )
+    graph_tokens: int = option(
+        2048, "tokens of the longest step that is captured in pieces; longer ones run eagerly"
     )
     migration: str = option(
         "auto",

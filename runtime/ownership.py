@@ -9,9 +9,11 @@ mode `all` the request keeps the pages of all its blocks to its end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from midstream.errors import CapacityError
 from midstream.runtime.coordinator import Hit
-from midstream.runtime.live import LiveTable
+from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.pages import PagePool
 from midstream.runtime.plan import Chunk, StepPlan
 from midstream.runtime.prefix import PrefixIndex
@@ -50,9 +52,8 @@ class PageOwnership:
     def can_admit(self, hit: Hit, num_tokens: int) -> bool:
         """Whether `num_tokens` tokens, one more, and the state pages fit after holding the hit."""
         kv_new = -(-(num_tokens + 1) // self.kv_block) - len(hit.kv_pages)
-        refcount = self.kv_pool.refcount
-        kv_cached = sum(refcount(page) == 0 for page in hit.kv_pages)
-        kv_cached += int(hit.tail_page > 0 and refcount(hit.tail_page) == 0)
+        kv_cached = self.kv_pool.num_unheld(hit.kv_pages)
+        kv_cached += int(hit.tail_page > 0 and self.kv_pool.refcount(hit.tail_page) == 0)
         state_new = 2
         if self.keeps_all:
             state_new = max(2, self._columns(num_tokens + 1) - self._columns(hit.num_tokens) + 1)
@@ -63,22 +64,15 @@ class PageOwnership:
         )
 
     def adopt(self, request: Request, hit: Hit) -> None:
-        """Hold the pages of a hit for a request that is about to get a slot.
+        """Hold the pages of a hit for a request that has just got a slot.
 
         What raises on the way leaves pages with the request: `release` gives them back.
         """
         self.index.hold(hit)
-        request.kv_pages, request.resume_page, request.tail_page = (
-            list(hit.kv_pages),
-            hit.state_page,
-            hit.tail_page,
-        )
+        request.resume_page, request.tail_page = hit.state_page, hit.tail_page
+        self._enter_kv(request.slot, hit.kv_pages)
         if hit.tail_page:
-            request.kv_pages += self.kv_pool.take(1)
-
-    def write_tables(self, request: Request, deltas: dict[int, int]) -> None:
-        """Enter the adopted KV pages into the tables of the request's new slot."""
-        self._enter("kv_table", request.slot, 0, request.kv_pages, deltas)
+            self._enter_kv(request.slot, self.kv_pool.take(1))
 
     def grow(self, request: Request, begin: int, end: int, plan: StepPlan, more: int = 0) -> None:
         """Give the request what computing tokens [begin, end) needs, and `more` state pages to keep.
@@ -86,8 +80,7 @@ class PageOwnership:
         Raises:
             CapacityError: a pool is short; nothing was taken.
         """
-        first = len(request.kv_pages)
-        kv_needed = -(-end // self.kv_block) - first
+        kv_needed = -(-end // self.kv_block) - int(self.live.num_kv_pages[request.slot])
         col = self._columns(end) - 1
         moves = self._moves(request, begin, col)
         if kv_needed > self.kv_pool.available or moves + more > self.state_pool.available:
@@ -96,9 +89,7 @@ class PageOwnership:
                 f"{self.kv_pool.available} and {self.state_pool.available} are available; preempt"
             )
         if kv_needed > 0:
-            request.kv_pages += self.kv_pool.take(kv_needed)
-            pages = request.kv_pages[first:]
-            self._enter("kv_table", request.slot, first, pages, plan.deltas)
+            self._enter_kv(request.slot, self.kv_pool.take(kv_needed))
         if moves:
             self._move(request, begin, col, plan)
         if more:
@@ -106,13 +97,23 @@ class PageOwnership:
         if request.tail_page:
             self._copy_tail(request, begin, plan)
 
+    def hand_over_kv(self, slot: int, first: int, last: int) -> list[int]:
+        """Take KV pages [first, last) out of a slot that is being left; the caller holds them."""
+        pages = self.live.kv_pages(slot)
+        rest = pages[:first] + pages[last:]
+        self.live.kv_table[slot, : len(rest)] = rest
+        self.live.num_kv_pages[slot] = len(rest)
+        return pages[first:last]
+
     def release(self, request: Request) -> None:
-        """Give back all that the request owns.  Published pages stay cached."""
+        """Give back all that a request owns that is in a slot.  Published pages stay cached."""
+        slot, live = request.slot, self.live
         # forget before releasing: whoever is interrupted and tries again releases nothing twice
-        kv_pages, request.kv_pages = [request.tail_page, *request.kv_pages], []
-        state_pages = [*request.state_pages, request.running_page, request.resume_page]
+        kv_pages = [request.tail_page, *live.kv_pages(slot)]
+        state_pages = [*request.state_pages, int(live.running_page[slot]), request.resume_page]
+        live.num_kv_pages[slot] = live.running_page[slot] = 0
         request.state_pages = []
-        request.running_page = request.resume_page = request.tail_page = 0
+        request.resume_page = request.tail_page = 0
         self.kv_pool.release(kv_pages)
         self.state_pool.release(state_pages)
 
@@ -122,10 +123,12 @@ class PageOwnership:
         for chunk in plan.chunks:
             self.give_back_exports(chunk)
         self.give_up_endings(plan)
-        pages, plan.released = plan.released, []
-        self.state_pool.release(pages)
-        pages, plan.released_kv = plan.released_kv, []
-        self.kv_pool.release(pages)
+        if plan.released:
+            pages, plan.released = plan.released, []
+            self.state_pool.release(pages)
+        if plan.released_kv:
+            pages, plan.released_kv = plan.released_kv, []
+            self.kv_pool.release(pages)
 
     def give_back_exports(self, chunk: Chunk) -> None:
         """Release the pages of a chunk's checkpoints."""
@@ -134,30 +137,46 @@ class PageOwnership:
 
     def give_up_endings(self, plan: StepPlan) -> bool:
         """Release what ended requests left behind; False when there is nothing."""
+        if not plan.endings:
+            return False
         endings, plan.endings = plan.endings, []
         for ending in endings:
             self.kv_pool.release(ending.kv_pages)
             self.state_pool.release(ending.state_page)
-        return bool(endings)
+        return True
 
     def _columns(self, num_tokens: int) -> int:
         return -(-num_tokens // self.state_block)
 
     def _moves(self, request: Request, begin: int, col: int) -> bool:
-        if request.running_page == 0:
+        if not self.live.running_page[request.slot]:
             return True
         return bool(self.live.relocate[request.slot]) or col != self._columns(begin) - 1
 
     def _move(self, request: Request, begin: int, col: int, plan: StepPlan) -> None:
-        slot, live, old = request.slot, self.live, request.running_page
-        (request.running_page,) = self.state_pool.take(1)
-        page = request.running_page
-        plan.fresh.add(page)
+        slot, live = request.slot, self.live
+        old, (page,) = int(live.running_page[slot]), self.state_pool.take(1)
         if old and live.relocate[slot]:
             # the same column may get the new page: name the old one outside of the table
             live.resume_page[slot] = old
-            plan.deltas[self.layout.index("resume_page", slot)] = old
+            live.deltas.put({self.layout.index("resume_page", slot): old})
         live.relocate[slot] = False
+        live.running_page[slot] = live.state_table[slot, col] = page
+        live.deltas.put({self.layout.index("state_table", slot, col): page})
+        self.moved(request, begin, old, page, plan)
+
+    def moved_rows(self, moves: I32, plan: StepPlan) -> None:
+        """The running pages of decoding requests moved: `moves` [2, n] has their slots and what they left."""
+        live = self.live
+        slots, left = moves.tolist()
+        for slot, old in zip(slots, left, strict=True):
+            request = live.request[slot]
+            assert request is not None
+            self.moved(request, int(live.computed[slot]), old, int(live.running_page[slot]), plan)
+
+    def moved(self, request: Request, begin: int, old: int, page: int, plan: StepPlan) -> None:
+        """The next tokens of a request, which stands at `begin`, go to `page`; `old` has been left."""
+        plan.fresh.add(page)
         if old and self.keeps_all and begin % self.state_block == 0:
             request.state_pages.append(old)
         elif old:
@@ -165,23 +184,18 @@ class PageOwnership:
         if request.resume_page:
             plan.released.append(request.resume_page)
             request.resume_page = 0
-        self._enter("state_table", slot, col, [page], plan.deltas)
 
     def _copy_tail(self, request: Request, begin: int, plan: StepPlan) -> None:
         """The first step of a request copies the KV page that others may go on writing."""
         page, request.tail_page = request.tail_page, 0
         plan.released_kv.append(page)
-        plan.kv_copies.append((page, request.kv_pages[begin // self.kv_block]))
+        target = int(self.live.kv_table[request.slot, begin // self.kv_block])
+        plan.kv_copies.append((page, target))
 
-    def _enter(
-        self,
-        table: str,
-        slot: int,
-        first_col: int,
-        pages: list[int],
-        deltas: dict[int, int],
-    ) -> None:
-        mirror = self.live.kv_table if table == "kv_table" else self.live.state_table
-        mirror[slot, first_col : first_col + len(pages)] = pages
-        start = self.layout.index(table, slot, first_col)
-        deltas.update(zip(range(start, start + len(pages)), pages, strict=True))
+    def _enter_kv(self, slot: int, pages: Sequence[int] | I32) -> None:
+        """Append KV pages to a slot's table."""
+        live = self.live
+        first = int(live.num_kv_pages[slot])
+        live.kv_table[slot, first : first + len(pages)] = pages
+        live.num_kv_pages[slot] = first + len(pages)
+        live.deltas.put_row(self.layout.index("kv_table", slot, first), pages)

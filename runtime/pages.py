@@ -20,6 +20,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from midstream.errors import CapacityError, ConfigError, ContractError
 
 NULL_PAGE = 0  # equals ops.registry.NULL_PAGE; this file does without torch
@@ -58,15 +61,19 @@ class PagePool:
             )
         self.num_pages = num_pages
         self.name = name
-        self._refcount = [0] * num_pages
+        self.books = np.zeros((2, num_pages), np.int32)  # as in ops/host_decode.py
+        # faster to index from Python
+        self._refcount: memoryview = memoryview(self.books[0])
+        self._free: memoryview = memoryview(self.books[1])
+        self.books[1] = range(num_pages, 0, -1)  # a stack behind its height: taken from the end
+        self._free[0] = num_pages - 1
         self._published = bytearray(num_pages)
-        self._free = list(range(num_pages - 1, NULL_PAGE, -1))  # a stack: taken from the end
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
         self._evictor: Evictor | None = None
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self._free[0]
 
     @property
     def num_cached(self) -> int:
@@ -74,19 +81,23 @@ class PagePool:
 
     @property
     def num_owned(self) -> int:
-        return self.num_pages - 1 - len(self._free) - len(self._cached)
+        return self.num_pages - 1 - self._free[0] - len(self._cached)
 
     @property
     def available(self) -> int:
         """Pages that `take` can hand out now."""
-        return len(self._free) + len(self._cached)
+        return self._free[0] + len(self._cached)
 
     def free_pages(self) -> list[int]:
         """Pages that hold nothing."""
-        return list(self._free)
+        return self._free[1 : self._free[0] + 1].tolist()
 
     def refcount(self, page: int) -> int:
         return self._refcount[page]
+
+    def num_unheld(self, pages: npt.NDArray[np.int32]) -> int:
+        """How many of the pages are held by nobody."""
+        return len(pages) - int(np.count_nonzero(self.books[0].take(pages)))
 
     def is_published(self, page: int) -> bool:
         return bool(self._published[page])
@@ -121,14 +132,14 @@ class PagePool:
                 f"PagePool {self.name}: {count} pages asked; expected 0 or more; "
                 "check the caller's sum"
             )
-        while len(self._free) < count:
+        while self._free[0] < count:
             self._evict()
         # made before anything changes: what raises here takes nothing
-        keep = len(self._free) - count
-        taken = self._free[keep:][::-1]
+        height = self._free[0]
+        taken: list[int] = self._free[height - count + 1 : height + 1].tolist()[::-1]
         for page in taken:
             self._refcount[page] = 1
-        del self._free[keep:]
+        self._free[0] = height - count
         return taken
 
     def share(self, pages: Pages) -> None:
@@ -137,17 +148,17 @@ class PagePool:
         Raises:
             ContractError: a page is free, so its content belongs to nobody; nothing changed.
         """
-        held = self._without_null(pages)
+        held, refcount, published = self._without_null(pages), self._refcount, self._published
         for page in held:
-            if not self._refcount[page] and not self._published[page]:
+            if not refcount[page] and not published[page]:
                 raise ContractError(
                     f"PagePool {self.name}: page {page} is free and cannot be shared; expected an "
                     "owned or cached page; look the prefix up again, its page was evicted"
                 )
         for page in held:
-            if not self._refcount[page]:
+            if not refcount[page]:
                 del self._cached[page]
-            self._refcount[page] += 1
+            refcount[page] += 1
 
     def release(self, pages: Pages) -> None:
         """Give back one hold per entry; a list from its end, so that tails are evicted first.
@@ -163,15 +174,15 @@ class PagePool:
                     f"{self._refcount[page]} times; expected at most as many; "
                     "whoever released it before was not its owner or released it twice"
                 )
-        cached = []
+        cached, refcount, published = [], self._refcount, self._published
         for page in reversed(held):
-            self._refcount[page] -= 1
-            if not self._refcount[page]:
-                if self._published[page]:
+            left = refcount[page] = refcount[page] - 1
+            if not left:
+                if published[page]:
                     self._cached[page] = None
                     cached.append(page)
                 else:
-                    self._free.append(page)
+                    self._push_free(page)
         if cached and self._evictor is not None:
             self._evictor.on_cached(self, cached)
 
@@ -189,7 +200,7 @@ class PagePool:
         self._published[page] = False
         if page in self._cached:
             del self._cached[page]
-            self._free.append(page)
+            self._push_free(page)
 
     def check_books(self) -> None:
         """Prove in O(pages) that every page is in exactly one place and flagged for it.
@@ -197,12 +208,12 @@ class PagePool:
         Raises:
             ContractError: with the numbers, or the first page that is wrong.
         """
-        free, cached = set(self._free), set(self._cached)
+        free, cached = set(self.free_pages()), set(self._cached)
         owned = {page for page, count in enumerate(self._refcount) if count}
-        total = len(self._free) + len(cached) + len(owned)
+        total = self.num_free + len(cached) + len(owned)
         if total != self.num_pages - 1 or NULL_PAGE in free | cached | owned:
             raise ContractError(
-                f"PagePool {self.name}: {len(self._free)} free, {len(cached)} cached and "
+                f"PagePool {self.name}: {self.num_free} free, {len(cached)} cached and "
                 f"{len(owned)} owned pages; expected {self.num_pages - 1} in all and no page 0; "
                 "pages leaked"
             )
@@ -218,16 +229,21 @@ class PagePool:
                 )
 
     def _evict(self) -> None:
-        before = len(self._free)
+        before = self.num_free
         if self._evictor is None:
             self.unpublish(self.oldest_cached())
         else:
             self._evictor.make_room(self)
-        if len(self._free) <= before:
+        if self.num_free <= before:
             raise ContractError(
                 f"PagePool {self.name}: {self.num_cached} pages are cached and none was evicted; "
                 "expected one at least; this is a bug in the evictor"
             )
+
+    def _push_free(self, page: int) -> None:
+        height = self._free[0] + 1
+        self._free[height] = page
+        self._free[0] = height
 
     def _without_null(self, pages: Pages) -> list[int]:
         listed = (pages,) if isinstance(pages, int) else pages

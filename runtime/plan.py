@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from midstream.ops.host_decode import COMPUTED, NEW, SAMPLES, SLOT
+
 if TYPE_CHECKING:
     from midstream.runtime.request import Request
 
@@ -52,20 +54,28 @@ class Ending:
     state_page: int = 0  # held by the ending
 
 
+class PlanRows:
+    """Arrays of the rows of a plan, with room for every slot."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.rows: I32 = np.zeros((4, num_slots), np.int32)  # as in ops/host_decode.py
+        # i64[S]  occupant of the slot; a later occupant has another
+        self.epoch = np.full(num_slots, -1, np.int64)
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """Rows of a step: the chunks first, then the decoding rows."""
+    """Rows of a step: the chunks first, then the decoding rows.
 
-    chunks: list[Chunk]
-    slot: I32  # i32[R]  all rows
-    num_computed: I32  # i32[R]  tokens before the step
-    num_new: I32  # i32[R]  tokens of the step, >= 1
-    samples: I32  # i32[R]  1 where the row samples a token
-    epoch: npt.NDArray[np.int64]  # i64[R]  occupant of the slot; a later occupant has another
-    deltas: dict[int, int]  # slot memory: index -> value
-    publications: list[Publication]
-    released: list[int]  # state pages that nothing needs once the step is committed
-    num_logprobs: int  # best alternatives asked for by any row
+    The scheduler's row arrays rotate: a plan is void when it is three plans old.
+    """
+
+    arrays: PlanRows
+    num_rows: int = 0
+    chunks: list[Chunk] = field(default_factory=list)
+    publications: list[Publication] = field(default_factory=list)
+    released: list[int] = field(default_factory=list)  # state pages of no use once it is committed
+    num_logprobs: int = 0  # best alternatives asked for by any row
     kv_copies: list[tuple[int, int]] = field(
         default_factory=list
     )  # pages (from, to), ahead of the step
@@ -75,14 +85,34 @@ class StepPlan:
     is_over: bool = False  # committed or given up
 
     @staticmethod
-    def empty(deltas: dict[int, int]) -> StepPlan:
-        """No rows yet."""
-        none = np.zeros(0, np.int32)
-        return StepPlan([], none, none, none, none, none.astype(np.int64), deltas, [], [], 0)
+    def empty() -> StepPlan:
+        """No rows, and no room for any."""
+        return StepPlan(PlanRows(0))
 
     @property
-    def num_rows(self) -> int:
-        return len(self.slot)
+    def slot(self) -> I32:
+        """i32[R]  slot of each row"""
+        return self.arrays.rows[SLOT, : self.num_rows]
+
+    @property
+    def num_computed(self) -> I32:
+        """i32[R]  tokens before the step"""
+        return self.arrays.rows[COMPUTED, : self.num_rows]
+
+    @property
+    def num_new(self) -> I32:
+        """i32[R]  tokens of the step, >= 1"""
+        return self.arrays.rows[NEW, : self.num_rows]
+
+    @property
+    def samples(self) -> I32:
+        """i32[R]  1 where the row samples a token"""
+        return self.arrays.rows[SAMPLES, : self.num_rows]
+
+    @property
+    def epoch(self) -> npt.NDArray[np.int64]:
+        """i64[R]  occupant of the slot"""
+        return self.arrays.epoch[: self.num_rows]
 
     @property
     def kind(self) -> str:

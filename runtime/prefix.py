@@ -20,12 +20,13 @@ from collections.abc import Sequence
 
 from midstream.errors import ConfigError, ContractError
 from midstream.runtime.coordinator import Hit, Tokens, Window, find_resume_point
-from midstream.runtime.events import Cleared, EventLog, Removed, Stored
+from midstream.runtime.events import EventLog
 from midstream.runtime.eviction import EVICTIONS, LruEvictor, ValueEvictor
+from midstream.runtime.expected import Expectations
+from midstream.runtime.paged_tree import KV, PagedTree
 from midstream.runtime.pages import NULL_PAGE, PagePool
 from midstream.runtime.tree import Node, Value, cover, is_covered, uncover
 
-_KV = 0  # place of the full attention group in `Node.pages`
 _REMEMBERED = 4096  # keys of dropped checkpoints, to say "evicted" where nothing hits
 
 
@@ -40,8 +41,8 @@ class PrefixIndex:
     >>> index.publish_state((71, 72), checkpoint, position=16)
     True
     >>> hit = index.lookup([71, 72, 99], max_tokens=47)
-    >>> hit.num_tokens, hit.kv_pages, hit.state_page, hit.junction
-    (16, (1,), 1, 32)
+    >>> hit.num_tokens, hit.kv_pages.tolist(), hit.state_page, hit.junction
+    (16, [1], 1, 32)
     """
 
     def __init__(
@@ -71,50 +72,54 @@ class PrefixIndex:
         pools = [kv_pool, *(pool for pool, _, _ in windows)]
         self.state = -1 if state_pool is None else len(pools)
         pools += [] if state_pool is None else [state_pool]
-        self._groups = [_Group(place, pool) for place, pool in enumerate(pools)]
-        self._nodes: dict[int, Node] = {}
-        self._roots: dict[bytes, Node] = {}
-        self._expected: dict[int, dict[int, int]] = {}  # key -> position, by who computes it
+        self.tree = PagedTree(pools, self.state, kv_block)
+        self.expected = Expectations()
         self._evicted: OrderedDict[int, None] = OrderedDict()
-        self._changes = 0
-        self._dropped = 0
         self.num_lookups = 0
-        self.log: EventLog | None = None
         self._evictor = (
             ValueEvictor(self, page_bytes[1], page_bytes[0])
             if eviction == "value"
             else LruEvictor(self)
         )
-        for group in self._groups:
-            group.pool.set_evictor(self._evictor)
+        for pool in pools:
+            pool.set_evictor(self._evictor)
 
     # -- what is known ----------------------------------------------------------------------------
 
     @property
+    def log(self) -> EventLog | None:
+        """What a router must know, if somebody wants it."""
+        return self.tree.log
+
+    @log.setter
+    def log(self, log: EventLog | None) -> None:
+        self.tree.log = log
+
+    @property
     def evictions(self) -> int:
         """Pages that lookups found and no longer do, so far."""
-        return self._dropped
+        return self.tree.num_dropped
 
     @property
     def generation(self) -> int:
         """Changes whenever a lookup may answer differently than before, or an expectation ended."""
-        return self._changes
+        return self.tree.num_changes + self.expected.num_ended
 
     @property
     def state_pages(self) -> int:
         """State pages that are published."""
-        return 0 if self.state < 0 else len(self._groups[self.state].nodes_of)
+        return 0 if self.state < 0 else len(self.tree.groups[self.state].nodes_of)
 
     def has_state(self, key: int) -> bool:
         """Whether a state page is published under `key`."""
-        node = self._nodes.get(key)
+        node = self.tree.nodes.get(key)
         return node is not None and self.state >= 0 and node.pages[self.state] > 0
 
     def status(self, key: int) -> str | None:
         """What became of the checkpoint under a key: expected, published, evicted, or None: never seen."""
         if self.has_state(key):
             return "published"
-        if any(key in keys for keys in self._expected.values()):
+        if key in self.expected:
             return "expected"
         return "evicted" if key in self._evicted else None
 
@@ -122,13 +127,13 @@ class PrefixIndex:
         self, keys: Sequence[int], root: bytes, tail: tuple[int, ...], position: int
     ) -> bool:
         """Whether a state is published after a prefix that ends inside a block."""
-        node = self._node_before(keys, position // self.kv_block, root)
+        node = self.tree.node_before(keys, position // self.kv_block, root)
         found = node.tails.get(tail) if node is not None and node.tails else None
         return found is not None and found.pages[self.state] > 0
 
     def protected(self, page: int) -> int:
         """Tokens of a KV page that must not be written."""
-        nodes = self._groups[_KV].nodes_of.get(page, ())
+        nodes = self.tree.groups[KV].nodes_of.get(page, ())
         return max((len(node.tail) or self.kv_block for node in nodes), default=0)
 
     def lookup(
@@ -143,61 +148,31 @@ class PrefixIndex:
             tokens: reads the prompt; without it prefixes that end inside a block are not found.
         """
         self.num_lookups += 1
-        path = self._path(keys, max_tokens)
-        start = self._roots.get(root) or Node(0, None, 0, len(self._groups))
+        matched, blocks = self.tree.longest_known(keys, max_tokens, root)
         node, blocks = find_resume_point(
-            start, path, max(max_tokens, 0), self.kv_block, self.state, self._windows, tokens
+            matched, blocks, max(max_tokens, 0), self.kv_block, self.state, self._windows, tokens
         )
         return Hit(
             num_tokens=node.num_tokens,
-            kv_pages=tuple(node.pages[_KV] for node in path[:blocks]),
-            tail_page=node.pages[_KV] if node.tail else NULL_PAGE,
-            state_page=node.pages[self.state] if self.state >= 0 else NULL_PAGE,
-            window_pages=tuple(window.row(path, blocks) for window in self._windows),
-            kv_match_tokens=max(len(path) * self.kv_block, node.num_tokens),
             node=node if node.num_tokens else None,
-            evictions=self._dropped,
+            tail_page=node.pages[KV] if node.tail else NULL_PAGE,
+            state_page=node.pages[self.state] if self.state >= 0 else NULL_PAGE,
+            window_pages=tuple(window.row(node, blocks) for window in self._windows),
+            kv_match_tokens=max(matched.num_tokens, node.num_tokens),
+            evictions=self.tree.num_dropped,
         )
 
     def longest_state(self, keys: Sequence[int], max_tokens: int) -> int:
-        """Tokens of the longest prefix of whole blocks with a state, reachable or not."""
-        for blocks in range(max(0, min(len(keys), max_tokens // self.kv_block)), 0, -1):
-            if self.has_state(keys[blocks - 1]):
-                return blocks * self.kv_block
-        return 0
+        """Tokens of the longest prefix of whole blocks with a state."""
+        node, _ = self.tree.longest_known(keys, max_tokens)
+        while node.parent is not None and not (self.state >= 0 and node.pages[self.state]):
+            node = node.parent
+        return node.num_tokens
 
     def was_evicted(self, keys: Sequence[int], begin: int, end: int) -> bool:
         """Whether a checkpoint of the prompt in (begin, end] was there and had to go."""
-        blocks = range(begin // self.kv_block, min(end // self.kv_block, len(keys)))
-        return bool(self._evicted) and any(keys[block] in self._evicted for block in blocks)
-
-    # -- checkpoints under way ----------------------------------------------------------------------
-
-    def expect(self, owner: int, keys: Sequence[int], position: int) -> None:
-        """A step that is being planned or run will publish a state after `position` tokens."""
-        key = keys[position // self.kv_block - 1]
-        self._expected.setdefault(owner, {})[key] = position
-
-    def expect_no_more(self, owner: int, keys: Sequence[int] | None = None) -> None:
-        """What `owner` was to publish under these keys, or at all, is published or never will be."""
-        expected = self._expected.get(owner)
-        if expected is None:
-            return
-        for key in list(expected) if keys is None else keys:
-            if expected.pop(key, None) is not None:
-                self._changes += 1
-        if not expected:
-            del self._expected[owner]
-
-    def expected_beyond(self, keys: Sequence[int], position: int, max_tokens: int) -> int:
-        """The longest prefix of a prompt, longer than `position`, whose state is under way; or 0."""
-        best, limit = 0, min(max_tokens, len(keys) * self.kv_block)
-        for expected in self._expected.values():
-            for key, found in expected.items():
-                inside = max(position, best) < found <= limit
-                if inside and keys[found // self.kv_block - 1] == key:
-                    best = found
-        return best
+        blocks = keys[begin // self.kv_block : max(end, 0) // self.kv_block]
+        return bool(self._evicted) and not self._evicted.keys().isdisjoint(blocks)
 
     # -- publication ----------------------------------------------------------------------------------
 
@@ -208,13 +183,12 @@ class PrefixIndex:
             False when the block has a page already (this one stands in when the other goes), or when the
             block before is not known.
         """
-        node = self._block_node(keys, block, root)
-        return node is not None and self._publish(_KV, node, page)
+        return self.tree.publish_kv(keys, block, page, root)
 
     def publish_window(self, window: int, keys: Sequence[int], block: int, page: int) -> bool:
         """Make a page of sliding window number `window` findable; `block` is the last that it holds."""
-        node = self._nodes.get(keys[block])
-        return node is not None and self._publish(1 + window, node, page)
+        node = self.tree.nodes.get(keys[block])
+        return node is not None and self.tree.publish(1 + window, node, page)
 
     def publish_state(
         self,
@@ -242,10 +216,10 @@ class PrefixIndex:
                 f"block of {self.kv_block}, state pool {self.state_pool}; expected as many as the position "
                 "leaves over; pass the tail with it"
             )
-        node = self._node_before(keys, position // self.kv_block, root)
+        node = self.tree.node_before(keys, position // self.kv_block, root)
         if node is not None and tail:
-            node = self._tail_node(node, tail, kv_page)
-        if node is None or node.pages[self.state] or (not tail and not node.pages[_KV]):
+            node = self.tree.tail_node(node, tail, kv_page)
+        if node is None or node.pages[self.state] or (not tail and not node.pages[KV]):
             return False
         if node.num_tokens != position:
             raise ContractError(
@@ -253,7 +227,7 @@ class PrefixIndex:
                 "tokens; expected one number; pass the length of the hashed prefix"
             )
         node.value = Value() if value is None else value
-        self._publish(self.state, node, page)
+        self.tree.publish(self.state, node, page)
         cover(node, self.state)
         self._evicted.pop(node.key, None)
         return True
@@ -264,22 +238,22 @@ class PrefixIndex:
         Raises:
             ContractError: keys were dropped since the lookup, so the pages may hold something else.
         """
-        if hit.evictions != self._dropped:
+        if hit.evictions != self.tree.num_dropped:
             raise ContractError(
                 f"PrefixIndex: a hit of {hit.num_tokens} tokens is held after "
-                f"{self._dropped - hit.evictions} pages were dropped; expected none since its "
+                f"{self.tree.num_dropped - hit.evictions} pages were dropped; expected none since its "
                 "lookup; look up, hold, and only then take pages"
             )
-        rows = [[*hit.kv_pages, hit.tail_page], *hit.window_pages]
+        rows: list[Sequence[int]] = [[*hit.kv_pages.tolist(), hit.tail_page], *hit.window_pages]
         if self.state >= 0:
             rows.append([hit.state_page])
         done = 0
         try:
-            for group, row in zip(self._groups, rows, strict=True):
+            for group, row in zip(self.tree.groups, rows, strict=True):
                 group.pool.share(row)
                 done += 1
         except BaseException:
-            for group, row in zip(self._groups[:done], rows, strict=False):
+            for group, row in zip(self.tree.groups[:done], rows, strict=False):
                 group.pool.release(row)
             raise
         if hit.node is not None:
@@ -287,7 +261,7 @@ class PrefixIndex:
 
     def retract(self, key: int, page: int) -> None:
         """Drop a checkpoint that a later one of the same request replaces, unless somebody used it."""
-        node = self._nodes.get(key)
+        node = self.tree.nodes.get(key)
         if (
             node is not None
             and self.state >= 0
@@ -302,31 +276,27 @@ class PrefixIndex:
 
     def reset(self) -> None:
         """Drop all keys.  Cached pages become free; owned pages stay with their owners, private."""
-        for group in self._groups:
-            for page in group.nodes_of:
-                group.pool.unpublish(page)
-            self._dropped += len(group.nodes_of)
-            group.nodes_of.clear()
-            group.copies.clear()
+        self.tree.clear()
         self._evictor.clear()
-        self._nodes.clear()
-        self._roots.clear()
-        self._expected.clear()
+        self.expected.clear()
         self._evicted.clear()
-        self._changes += 1
-        if self.log is not None:
-            self.log.add(Cleared())
+
+    def check_books(self) -> None:
+        """Books of all pools balance, exactly the published pages have keys, and each can be reached."""
+        self.tree.check_books()
 
     # -- for the eviction policy --------------------------------------------------------------------
 
     def is_useful(self, page: int) -> bool:
         """Whether a surviving state can use a KV page; without recurrent layers none can say so."""
-        nodes = self._groups[_KV].nodes_of.get(page, ())
-        return self.state >= 0 and any(is_covered(node, self.state) for node in nodes)
+        nodes, state = self.tree.groups[KV].nodes_of.get(page, ()), self.state
+        if state < 0 or not nodes:
+            return False
+        return is_covered(nodes[0], state) or any(is_covered(node, state) for node in nodes[1:])
 
     def node_of_state(self, page: int) -> Node:
         """The prefix of a published state page."""
-        return self._groups[self.state].nodes_of[page][0]
+        return self.tree.groups[self.state].nodes_of[page][0]
 
     def state_pool_refcount(self, page: int) -> int:
         """How often a state page is held."""
@@ -335,29 +305,22 @@ class PrefixIndex:
 
     def drop_copies(self, pool: PagePool, pages: Sequence[int]) -> list[int]:
         """Unpublish those of the cached pages whose prefixes have another page; returns the others."""
-        group = self._group(pool)
-        kept = []
-        for page in pages:
-            if all(group.has_other(node, page) for node in group.nodes_of[page]):
-                self._forget(group, page)
-            else:
-                kept.append(page)
-        return kept
+        return self.tree.drop_copies(pool, pages)
 
     def drop_page(self, pool: PagePool, page: int) -> None:
         """Unpublish a page, and whatever is of no use without it."""
-        group = self._group(pool)
+        group = self.tree.group_of(pool)
         if self.state >= 0 and pool is self.state_pool:
             self.drop_state(group.nodes_of[page][0])
             return
-        for node in self._forget(group, page):
-            if group.place == _KV and not node.pages[_KV]:
+        for node in self.tree.forget(group, page):
+            if group.place == KV and not node.pages[KV]:
                 self._drop_unreachable(node)
 
     def drop_state(self, node: Node, remember: bool = True) -> None:
         """Unpublish the state of a prefix; KV pages that it alone could use are bare now."""
-        group = self._groups[self.state]
-        self._forget(group, node.pages[self.state])
+        group = self.tree.groups[self.state]
+        self.tree.forget(group, node.pages[self.state])
         node.value = None
         if remember and not node.tail:
             self._evicted[node.key] = None
@@ -365,184 +328,22 @@ class PrefixIndex:
                 self._evicted.popitem(last=False)
         self._evictor.on_bare(uncover(node, self.state))
         if node.tail:  # nothing else can use it
-            kv_page = node.pages[_KV]
-            if kv_page and len(self._groups[_KV].nodes_of[kv_page]) == 1:
-                self._forget(self._groups[_KV], kv_page)
+            kv_page = node.pages[KV]
+            if kv_page and len(self.tree.groups[KV].nodes_of[kv_page]) == 1:
+                self.tree.forget(self.tree.groups[KV], kv_page)
             elif kv_page:
-                self._groups[_KV].nodes_of[kv_page].remove(node)
-            node.pages[_KV] = 0
-            self._prune(node)
-
-    # -- books ------------------------------------------------------------------------------------------
-
-    def check_books(self) -> None:
-        """Books of all pools balance, exactly the published pages have keys, and each can be reached."""
-        reached: list[set[int]] = [set() for _ in self._groups]
-        num_nodes = 0
-        for root in self._roots.values():
-            for node in root.below():
-                num_nodes += not node.tail
-                self._check_node(node)
-                for place, page in enumerate(node.pages):
-                    reached[place] |= {page, *self._groups[place].copies.get(node, ())} - {
-                        NULL_PAGE
-                    }
-        for group, pages in zip(self._groups, reached, strict=True):
-            group.pool.check_books()
-            keyed = set(group.nodes_of)
-            flagged = {p for p in range(group.pool.num_pages) if group.pool.is_published(p)}
-            if not keyed == flagged == pages:
-                raise ContractError(
-                    f"PrefixIndex: pool {group.pool.name} has published pages {sorted(flagged)}, keys for "
-                    f"{sorted(keyed)}, of which {sorted(pages)} can be reached; expected the same; publish "
-                    "through the index only"
-                )
-        if num_nodes != len(self._nodes):
-            raise ContractError(
-                f"PrefixIndex: {len(self._nodes)} keys, {num_nodes} of them in the tree; expected all; "
-                "this is a bug in the index"
-            )
-
-    def _check_node(self, node: Node) -> None:
-        below = [*(node.children or ()), *(node.tails or {}).values()]
-        covered = 0 if self.state < 0 else sum(is_covered(child, self.state) for child in below)
-        without_kv = not node.pages[_KV] and any(node.pages)
-        if covered != node.covered_children or without_kv or not (below or any(node.pages)):
-            raise ContractError(
-                f"PrefixIndex: the prefix of {node.num_tokens} tokens has pages {node.pages}, "
-                f"{node.covered_children} covered children of {covered}; expected a KV page under every "
-                "other page and equal counts; this is a bug in the index"
-            )
-
-    # -- the tree ---------------------------------------------------------------------------------------
-
-    def _path(self, keys: Sequence[int], max_tokens: int) -> list[Node]:
-        """Nodes of the first keys, up to the first one without a KV page."""
-        path = []
-        for key in keys[: max(0, max_tokens // self.kv_block)]:
-            node = self._nodes.get(key)
-            if node is None or not node.pages[_KV]:
-                break
-            path.append(node)
-        return path
-
-    def _root(self, root: bytes) -> Node:
-        found = self._roots.get(root)
-        if found is None:
-            found = self._roots[root] = Node(0, None, 0, len(self._groups))
-        return found
-
-    def _node_before(self, keys: Sequence[int], num_blocks: int, root: bytes) -> Node | None:
-        """The prefix of `num_blocks` whole blocks."""
-        return self._nodes.get(keys[num_blocks - 1]) if num_blocks else self._root(root)
-
-    def _block_node(self, keys: Sequence[int], block: int, root: bytes) -> Node | None:
-        node = self._nodes.get(keys[block])
-        if node is None:
-            parent = self._node_before(keys, block, root)
-            if parent is None:
-                return None
-            num_tokens = parent.num_tokens + self.kv_block
-            node = Node(keys[block], parent, num_tokens, len(self._groups))
-            self._nodes[node.key] = node
-            node.attach()
-        return node
-
-    def _tail_node(self, parent: Node, tail: tuple[int, ...], kv_page: int) -> Node | None:
-        """The node of a tail, with its KV page."""
-        node = parent.tails.get(tail) if parent.tails else None
-        if node is None and kv_page:
-            node = Node(parent.key, parent, parent.num_tokens + len(tail), len(self._groups), tail)
-            node.attach()
-            self._publish(_KV, node, kv_page)
-        return node
-
-    def _publish(self, place: int, node: Node, page: int) -> bool:
-        group = self._groups[place]
-        known = group.nodes_of.get(page)
-        if known is not None and any(other is node for other in known):
-            return False
-        if known is not None and not (place == _KV and all(o.parent is node.parent for o in known)):
-            raise ContractError(
-                f"PrefixIndex: page {page} of pool {group.pool.name} is published again under "
-                "another key; expected further keys for parts of the same block only; "
-                "a published page is never written, take a new one"
-            )
-        group.pool.publish(page)
-        group.nodes_of.setdefault(page, []).append(node)
-        if node.pages[place]:
-            group.copies.setdefault(node, []).append(page)
-            return False
-        node.pages[place] = page
-        self._changes += 1
-        if self.log is not None:
-            self.log.add(self._stored(place, node))
-        return True
-
-    def _forget(self, group: _Group, page: int) -> list[Node]:
-        """Take a page out of its prefixes and of what is published; returns the prefixes."""
-        nodes = group.nodes_of.pop(page)
-        for node in nodes:
-            copies = group.copies.get(node)
-            if node.pages[group.place] != page:
-                assert copies is not None
-                copies.remove(page)
-            else:
-                node.pages[group.place] = copies.pop(0) if copies else NULL_PAGE
-                self._dropped += 1  # hits that were found before name the page that goes
-                self._changes += 1
-                if self.log is not None and not node.pages[group.place]:
-                    self.log.add(Removed(self._name(group.place), node.key, node.tail))
-            if copies is not None and not copies:
-                del group.copies[node]
-        group.pool.unpublish(page)
-        for node in nodes:
-            self._prune(node)
-        return nodes
+                self.tree.groups[KV].nodes_of[kv_page].remove(node)
+            node.pages[KV] = 0
+            self.tree.prune(node)
 
     def _drop_unreachable(self, node: Node) -> None:
         """The KV page of a prefix went: what stands on it or behind it can never be reached again."""
         for lost in [*node.below(), node]:
             if self.state >= 0 and lost.pages[self.state]:
                 self.drop_state(lost)
-            for group in self._groups:
+            for group in self.tree.groups:
                 while page := lost.pages[group.place]:
-                    self._forget(group, page)
-
-    def _prune(self, node: Node) -> None:
-        """Take nodes out of the tree that hold nothing, upwards."""
-        while node.parent is not None and node.is_leaf and not any(node.pages):
-            if not node.tail:
-                if self._nodes.pop(node.key, None) is None:
-                    return  # taken out before
-            elif node.parent.tails is None or node.parent.tails.get(node.tail) is not node:
-                return
-            node.detach()
-            node = node.parent
-
-    def _stored(self, place: int, node: Node) -> Stored:
-        parent = 0 if node.parent is None else node.parent.key
-        return Stored(self._name(place), node.key, parent, node.num_tokens, node.tail)
-
-    def _name(self, place: int) -> str:
-        return self._groups[place].pool.name
-
-    def _group(self, pool: PagePool) -> _Group:
-        return next(group for group in self._groups if group.pool is pool)
-
-
-class _Group:
-    """Pages of one kind and the prefixes that they hold."""
-
-    def __init__(self, place: int, pool: PagePool) -> None:
-        self.place = place  # in `Node.pages`
-        self.pool = pool
-        self.nodes_of: dict[int, list[Node]] = {}  # by published page; a KV page may hold several
-        self.copies: dict[Node, list[int]] = {}  # further pages of a prefix
-
-    def has_other(self, node: Node, page: int) -> bool:
-        """Whether a prefix can do without this page."""
-        return node.pages[self.place] != page or node in self.copies
+                    self.tree.forget(group, page)
 
 
 def _check(kv_block: int, windows: Sequence[tuple[PagePool, int, int]], eviction: str) -> None:

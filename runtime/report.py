@@ -22,7 +22,6 @@ def config_line(config: ResolvedConfig, model: Any, tokenizer: Any | None) -> st
         "tokenizer": _tokenizer_name(tokenizer),
     }
     values |= {field.name: getattr(config, field.name) for field in fields(config)}
-    del values["graph_rows"], values["graph_chunks"]
     values["graphs"] = _graphs(config, model.device)
     values["hash_key"] = "random" if config.hash_key is None else "given"  # it is a secret
     return "config: " + " ".join(
@@ -88,9 +87,14 @@ def _graphs(config: ResolvedConfig, device: torch.device) -> str:
         return "none (off)"
     if device.type != "cuda":
         return "none (no CUDA)"
-    text = f"rows {config.graph_rows[0]}-{config.graph_rows[-1]}"
-    if config.graph_chunks:
-        text += f", prompts to {max(key.tokens for key in config.graph_chunks)}"
+    in_pieces = " in pieces" if config.graphs.decode[0].in_pieces else ""
+    text = f"rows {config.graph_rows[0]}-{config.graph_rows[-1]}{in_pieces}"
+    whole = [key.tokens for key in config.graph_chunks if not key.in_pieces]
+    pieces = [key.tokens for key in config.graph_chunks if key.in_pieces]
+    if whole:
+        text += f", prompts to {whole[-1]}"
+    if pieces:
+        text += f", prompts to {pieces[-1]} in pieces"
     return text
 
 

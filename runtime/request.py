@@ -92,8 +92,6 @@ class Request:
     epoch: int = -1  # of the slot while this request is in it
     outputs: list[int] = field(default_factory=list)  # kept while not in a slot
     hashes: list[int] = field(default_factory=list)  # of full KV blocks of known tokens
-    kv_pages: list[int] = field(default_factory=list)
-    running_page: int = 0  # state page that the next tokens update, 0 if none
     resume_page: int = 0  # checkpoint held until the first chunk has read it
     tail_page: int = (
         0  # KV page of the checkpoint's last tokens, held until the first chunk copies it

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NoReturn
 
 from midstream.errors import ConfigError
@@ -47,6 +48,18 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
     logprobs: int | None = option(
         None, "likeliest tokens reported besides the sampled, 0 to 20; none: no report"
     )
+
+    def __new__(cls, *args: object, **options: object) -> SamplingParams:
+        """Refuse unknown names, which the generated `__init__` would answer with a bare TypeError."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else "see help(SamplingParams)"
+                raise ConfigError(
+                    f"SamplingParams: unknown option {name!r}; expected one of {', '.join(known)}; {hint}"
+                )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         self._check_int("max_tokens", 1, _MAX_INT32, "ask for at least one token")
@@ -139,8 +152,9 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
 
 
 def as_int(value: object) -> int | None:
-    """Integers of Python, NumPy and so on; None for all else, True and False included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    """Integers of Python, NumPy and so on; None for all else, arrays, True and False included."""
+    is_array = getattr(value, "ndim", 0) > 0  # arrays have the method, and raise in it
+    if isinstance(value, bool) or is_array or not hasattr(value, "__index__"):
         return None
     return operator.index(value)
 

@@ -17,12 +17,16 @@ from midstream.errors import CapacityError
 from midstream.runtime.admission import Admission
 from midstream.runtime.checkpoints import Checkpoints
 from midstream.runtime.coordinator import Hit
+from midstream.runtime.decoding import DecodePasses
 from midstream.runtime.explain import look_back
-from midstream.runtime.live import I32, LiveTable
+from midstream.runtime.live import LiveTable
 from midstream.runtime.ownership import PageOwnership
-from midstream.runtime.plan import Chunk, StepPlan
+from midstream.runtime.plan import Chunk, PlanRows, StepPlan
 from midstream.runtime.request import Phase, Request
+from midstream.runtime.running import Running
 from midstream.runtime.slots import SlotLayout
+
+_NUM_AREAS = 4  # of rows, that rotate: two steps in flight, one being planned, one to spare
 
 
 class Scheduler:
@@ -43,22 +47,27 @@ class Scheduler:
         self.checkpoints = checkpoints
         self.admission = admission
         self.max_step_tokens = max_step_tokens
-        self.running: list[Request] = []  # in slots, in order
         self.preempted: dict[
             int, Request
         ] = {}  # by lost epoch; a step in flight may hold its token
         self.num_preemptions = 0
+        self._running = Running(layout.num_slots)
         self._prefilling: list[Request] = []  # those of them that have known tokens left, in order
-        self._decoding: I32 = np.zeros(0, np.int32)  # slots in decode, in order
-        self._decoding_stale = False
         self._pass = 0
-        self._unsent: dict[int, int] = {}  # deltas of passes that came to no step
         self._flight: StepPlan | None = None  # the latest step; over once it is committed or lost
+        self._areas = [PlanRows(layout.num_slots) for _ in range(_NUM_AREAS)]
+        self._turn = 0  # of the areas
+        self._passes = DecodePasses(live, ownership, self._running, checkpoints.boundaries)
 
     @property
     def waiting(self) -> list[Request]:
         """The queue, in order."""
         return self.admission.waiting
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests in slots, in order."""
+        return self._running.requests
 
     @property
     def num_unfinished(self) -> int:
@@ -81,61 +90,65 @@ class Scheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        plan = StepPlan.empty(self._unsent)
+        plan = StepPlan(self._areas[self._turn])
         try:
-            plan_or_none = self._fill(plan)
+            self._fill(plan)
         except BaseException:
             self.ownership.give_back(plan)
             raise
-        if plan_or_none is not None:
-            self._flight = plan
-        return plan_or_none
+        if not plan.num_rows:
+            self.ownership.give_back(plan)
+            return None
+        self._flight = plan
+        self._turn = (self._turn + 1) % _NUM_AREAS
+        return plan
 
-    def _fill(self, plan: StepPlan) -> StepPlan | None:
+    def _fill(self, plan: StepPlan) -> None:
         self._pass += 1
-        rows = self._extend_decoding(plan)
-        epoch = self.live.epoch[rows]
-        budget = self.max_step_tokens - len(rows)
+        preemptions = self.num_preemptions
+        self._add_decoding(plan)
+        budget = self.max_step_tokens - plan.num_rows
         for request in list(self._prefilling):
             # an earlier request of this loop may have taken the slot away
             if budget > 0 and request.phase is Phase.PREFILL:
                 budget -= self._add_chunk(plan, request, budget)
-        self._admit(plan, budget)
-        kept = self.live.epoch[rows] == epoch  # the others lost their slots to earlier requests
-        return self._finish_plan(plan, rows[kept])
+        if budget > 0 and self.waiting and self.live.num_free:
+            self._admit(plan, budget)
+        if self.num_preemptions > preemptions:
+            self._drop_lost_rows(plan)
+        self._finish_plan(plan)
 
     def to_decode(self, request: Request) -> None:
         """The request's known tokens are scheduled; from the next step on it decodes."""
         request.phase = Phase.DECODE
         self._prefilling.remove(request)
-        self._decoding_stale = True
+        self.live.decodes[request.slot] = True
 
     # -- decode ---------------------------------------------------------------------------------
 
-    def _decode_rows(self) -> I32:
-        """Slots that decode one token in this step."""
-        if self._decoding_stale:
-            slots = [r.slot for r in self.running if r.phase is Phase.DECODE]
-            self._decoding = np.array(slots, np.int32)
-            self._decoding_stale = False
-        decoding = self._decoding
-        due = self.live.computed[decoding] < self.live.last_computed[decoding]
-        return decoding[due][: self.max_step_tokens]
+    def _add_decoding(self, plan: StepPlan) -> None:
+        """A row for each decoding request, with the pages of its next token."""
+        place, served = 0, -1
+        while True:
+            place = self._passes.add_rows(plan, place, served, self.max_step_tokens)
+            if place == len(self.running):
+                return
+            request = self.running[place]
+            self._serve(request, plan)
+            served = place if request.slot >= 0 else -1
 
-    def _extend_decoding(self, plan: StepPlan) -> I32:
-        """The decoding rows, with pages for those that need one; most need none and cost nothing here."""
-        rows = self._decode_rows()
-        epoch = self.live.epoch[rows]
-        computed = self.live.computed[rows]
-        needy = (computed % self.ownership.kv_block == 0) | self.live.relocate[rows]
-        for slot in rows[needy].tolist():
-            request = self.live.request[slot]
-            # a request before it may have taken its slot
-            if request is not None and request.phase is Phase.DECODE:
-                begin = int(self.live.computed[slot])
-                if not self._make_room(request, begin, begin + 1, plan):
-                    self._preempt(request, plan)
-        return rows[self.live.epoch[rows] == epoch]
+    def _serve(self, request: Request, plan: StepPlan) -> None:
+        """Give a decoding request its pages where none is free, or take its slot away."""
+        begin = int(self.live.computed[request.slot])
+        if not self._make_room(request, begin, begin + 1, plan):
+            self._preempt(request, plan)
+
+    def _drop_lost_rows(self, plan: StepPlan) -> None:
+        """Take out rows whose slots were lost to earlier requests."""
+        kept = self.live.epoch[plan.slot] == plan.epoch
+        num_kept = int(np.count_nonzero(kept))
+        plan.arrays.rows[:, :num_kept] = plan.arrays.rows[:, : plan.num_rows][:, kept]
+        plan.num_rows = num_kept
 
     # -- chunks ---------------------------------------------------------------------------------
 
@@ -159,30 +172,31 @@ class Scheduler:
     # -- admission --------------------------------------------------------------------------------
 
     def _admit(self, plan: StepPlan, budget: int) -> None:
-        if budget <= 0 or not self.live.num_free:
-            return
         for request, hit in self.admission.candidates(self._pass):
-            self._start(request, hit, plan)
+            self._start(request, hit)
             budget -= self._add_chunk(plan, request, budget)
             if budget <= 0 or not self.live.num_free:
                 return
 
-    def _start(self, request: Request, hit: Hit, plan: StepPlan) -> None:
+    def _start(self, request: Request, hit: Hit) -> None:
         """Put a waiting request into a slot, with the pages of its hit."""
-        known = request.known_tokens()
+        live = self.live
         self._look_back(request, hit)
+        slot = live.take(request, request.known_tokens(), hit.num_tokens, hit.state_page)
         try:
             self.ownership.adopt(request, hit)
-            slot = self.live.take(request, known, hit.num_tokens)
         except BaseException:
             self.ownership.release(request)
+            live.release(request)
             raise
         self.admission.remove(request)
         request.phase = Phase.PREFILL
-        insort(self.running, request, key=lambda r: r.order)
+        self._running.add(request)
         insort(self._prefilling, request, key=lambda r: r.order)
-        plan.deltas |= self.layout.admission(slot, hit.num_tokens, hit.state_page, request.sampling)
-        self.ownership.write_tables(request, plan.deltas)
+        live.deltas.put(
+            self.layout.admission(slot, hit.num_tokens, hit.state_page, request.sampling)
+        )
+        self.checkpoints.chains.enter(request)
         request.junction, request.boundaries = hit.junction, []
 
     def _look_back(self, request: Request, hit: Hit) -> None:
@@ -228,39 +242,34 @@ class Scheduler:
 
     def _leave_slot(self, request: Request, unwritten: set[int] | None) -> None:
         """`unwritten`: state pages that nothing has written yet; None: keep no state of the request."""
-        self.ownership.index.expect_no_more(request.epoch)
+        self.ownership.index.expected.end(request.epoch)
         if unwritten is not None:
             self.checkpoints.leave(request, self._flight, unwritten)
-        self._decoding_stale = True
-        self.running.remove(request)
+        self._running.remove(request)
         if request.phase is Phase.PREFILL:
             self._prefilling.remove(request)
-        self.live.release(request)
-        self.ownership.release(request)
+        try:
+            self.ownership.release(request)
+        finally:
+            self.live.release(request)
 
     # -- plan -------------------------------------------------------------------------------------
 
-    def _finish_plan(self, plan: StepPlan, rows: I32) -> StepPlan | None:
-        """Turn the decisions into row arrays and advance the host's counters; `rows` decode."""
-        live = self.live
-        chunk_slots = [chunk.request.slot for chunk in plan.chunks]
-        plan.slot = np.concatenate([np.array(chunk_slots, np.int32), rows])
-        if not plan.num_rows:
-            self.ownership.give_back(plan)
-            return None
-        self._unsent = {}
-        plan.num_computed = live.computed[plan.slot]
-        plan.num_new = np.ones(plan.num_rows, np.int32)
-        plan.samples = np.ones(plan.num_rows, np.int32)
+    def _finish_plan(self, plan: StepPlan) -> None:
+        """Put the chunks in front of the decoding rows and advance the host's counters."""
+        if plan.chunks:
+            self._put_chunks_first(plan)
+        due = self._passes.advance(plan)
+        if plan.chunks and self.checkpoints.is_on:
+            self.checkpoints.take_pages(plan, len(self.running))
+        if due:
+            self.checkpoints.at_boundaries(plan, due)
+
+    def _put_chunks_first(self, plan: StepPlan) -> None:
+        rows, num_chunks = plan.arrays.rows, len(plan.chunks)
+        rows[:, num_chunks : num_chunks + plan.num_rows] = rows[:, : plan.num_rows]
+        plan.num_rows += num_chunks
         for row, chunk in enumerate(plan.chunks):
-            plan.num_new[row] = chunk.end - chunk.begin
-            plan.samples[row] = chunk.samples
+            rows[:, row] = chunk.request.slot, chunk.begin, chunk.end - chunk.begin, chunk.samples
             if chunk.samples:
                 self.to_decode(chunk.request)
-        plan.epoch = live.epoch[plan.slot]
-        live.computed[plan.slot] += plan.num_new
-        if self.checkpoints.is_on:
-            self.checkpoints.take_pages(plan, len(self.running))
-            self.checkpoints.at_boundaries(plan, rows)
-        plan.num_logprobs = int(live.num_logprobs[plan.slot].max())
-        return plan

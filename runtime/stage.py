@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from midstream.compiler.context import StepView
+from midstream.graphs.queue import DeviceQueue, queue_of
 from midstream.graphs.table import GraphKey
 from midstream.ops import host_rows
+from midstream.runtime.deltas import Deltas
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.plan import StepPlan
 
@@ -75,36 +77,43 @@ class Cut:
 
 
 class _Area:
-    """One pinned area with its numpy views and the event of the copy that reads it."""
+    """One pinned area and the event of the copy that reads it."""
 
-    def __init__(self, cut: Cut, pinned: bool) -> None:
-        self.flat = torch.zeros(cut.size, dtype=torch.int32, pin_memory=pinned)
+    def __init__(self, cut: Cut, queue: DeviceQueue) -> None:
+        self.flat = queue.host_zeros((cut.size,), torch.int32)
         self.words: I32 = self.flat.numpy()  # all fields, for the index kernels
-        self.host: dict[str, I32] = {n: t.numpy() for n, t in cut.of(self.flat).items()}
-        self.sent = torch.cuda.Event() if pinned else None
+        self.decode_part = self.flat[: cut.decode_size]
+        self.sent = queue.new_event()
 
 
 class Stage:
     """Turns plans into device buffers.  `device` holds the tensors that kernels read, at fixed addresses."""
 
-    def __init__(self, limits: StageLimits, device: torch.device) -> None:
+    def __init__(
+        self, limits: StageLimits, device: torch.device, queue: DeviceQueue | None = None
+    ) -> None:
+        """`queue`: the device's work, by default what a device of its type has."""
         self.limits = limits
+        self._queue = queue or queue_of(device)
         self._cut = Cut(limits)
         self._flat = torch.zeros(self._cut.size, dtype=torch.int32, device=device)
+        self._decode_part = self._flat[: self._cut.decode_size]
         self.device = self._cut.of(self._flat)
-        self._areas = [_Area(self._cut, device.type == "cuda") for _ in range(_NUM_AREAS)]
+        self._areas = [_Area(self._cut, self._queue) for _ in range(_NUM_AREAS)]
         self._turn = 0
         self._every_row = torch.arange(limits.max_rows, dtype=torch.int32, device=device)
 
     def write_decode(self, plan: StepPlan, live: LiveTable, block: int, kv_block: int, precopy: bool,
                      rows: int) -> None:  # fmt: skip
-        """Send a decode step padded to `rows` rows."""
-        moves = host_rows.fill_decode_rows(
-            plan.slot, plan.num_computed, live.state_col, live.resume_page, live.state_table,
-            live.kv_table, self._next_area().words, self._cut.starts, rows, block, kv_block, precopy,
+        """Send a decode step padded to `rows` rows, and all deltas."""
+        area = self._next_area()
+        moves = host_rows.fill_decode_step(
+            plan.arrays.rows, plan.num_rows, live.state_col, live.resume_page, live.state_table,
+            live.kv_table, live.deltas.table, live.deltas.count, self.limits.max_deltas, area.words,
+            self._cut.starts, rows, block, kv_block, precopy,
         )  # fmt: skip
-        assert moves != host_rows.REFUSED, "a row outside of the slots' tables"
-        self._send(plan.deltas, self._cut.decode_size)
+        assert moves != host_rows.REFUSED, "a row outside of the slots' tables, or excess deltas"
+        self._send(area, self._decode_part, area.decode_part)
 
     def write_chunks(
         self,
@@ -115,28 +124,34 @@ class Stage:
         precopy: bool,
         pad: Callable[[GraphKey], GraphKey],
     ) -> GraphKey:
-        """Send a step with prompt chunks, padded to the shape that `pad` gives for its own; returns that."""
-        area, starts = self._next_area().words, self._cut.starts
+        """Send a step with prompt chunks and all deltas, padded to the shape that `pad` gives for its own.
+
+        Returns that shape.
+        """
+        area = self._next_area()
+        words, starts = area.words, self._cut.starts
         num_tokens = host_rows.fill_token_rows(
             plan.slot, plan.num_computed, plan.num_new, plan.samples, live.tokens, len(plan.chunks),
-            live.kv_table, area, starts, kv_block,
+            live.kv_table, words, starts, kv_block,
         )  # fmt: skip
         moves = host_rows.fill_pages(
             plan.slot, plan.num_computed, plan.num_new, live.state_col, live.resume_page,
-            live.state_table, area, starts, block, precopy,
+            live.state_table, words, starts, block, precopy,
         )  # fmt: skip
         assert host_rows.REFUSED not in (num_tokens, moves), "a row outside of the slots' tables"
         num_chunks = host_rows.fill_chunks(
-            plan.num_computed, plan.num_new, *_exports(plan), area, starts, CHUNK
+            plan.num_computed, plan.num_new, *_exports(plan), words, starts, CHUNK
         )
         assert num_chunks != host_rows.REFUSED, (
             "exports outside of their chunk, or more chunks than planned"
         )
         shape = pad(GraphKey(num_tokens, plan.num_rows, num_chunks))
         host_rows.pad_step(
-            area, starts, plan.num_rows, num_tokens, num_chunks, shape.rows, shape.tokens, shape.chunks
+            words, starts, plan.num_rows, num_tokens, num_chunks, shape.rows, shape.tokens, shape.chunks
         )  # fmt: skip
-        self._send(plan.deltas, self._cut.size)
+        excess = self._fill_deltas(area, live.deltas)
+        assert not excess, "send_excess comes first"
+        self._send(area, self._flat, area.flat)
         return shape
 
     def decode_view(self, rows: int) -> StepView:
@@ -167,6 +182,11 @@ class Stage:
             **self._row_fields(shape.rows),
         )
 
+    @property
+    def num_deltas(self) -> int:
+        """Changes of records in the step that was staged last."""
+        return int(self._areas[self._turn].words[self._cut.start["delta_count"]])
+
     def addresses(self) -> dict[str, int]:
         """Data pointers by field; a captured graph is valid only while they stay equal."""
         return {name: tensor.data_ptr() for name, tensor in self.device.items()}
@@ -180,27 +200,33 @@ class Stage:
             "write_page": fields["write_page"][:rows],
         }
 
+    def send_excess(self, deltas: Deltas) -> bool:
+        """Send as many deltas as a copy holds if there are more than that; False otherwise.
+
+        The caller applies them on the device, and asks again.
+        """
+        if len(deltas) <= self.limits.max_deltas:
+            return False
+        area = self._next_area()
+        self._fill_deltas(area, deltas)
+        self._send(area, self._decode_part, area.decode_part)
+        return True
+
     def _next_area(self) -> _Area:
         self._turn = (self._turn + 1) % _NUM_AREAS
         area = self._areas[self._turn]
-        if area.sent is not None:
-            area.sent.synchronize()  # the copy of three steps ago
+        area.sent.synchronize()  # the copy of three steps ago
         return area
 
-    def send_deltas(self, deltas: dict[int, int]) -> None:
-        """Send deltas alone, ahead of a step that has more of them than fit into one copy."""
-        self._next_area()
-        self._send(deltas, self._cut.decode_size)
+    def _fill_deltas(self, area: _Area, deltas: Deltas) -> int:
+        left: int = host_rows.fill_deltas(
+            deltas.table, deltas.count, self.limits.max_deltas, area.words, self._cut.starts
+        )
+        return left
 
-    def _send(self, deltas: dict[int, int], size: int) -> None:
-        area, count = self._areas[self._turn], len(deltas)
-        assert count <= self.limits.max_deltas
-        area.host["delta_count"][0] = count
-        area.host["delta_index"][:count] = list(deltas)
-        area.host["delta_value"][:count] = list(deltas.values())
-        self._flat[:size].copy_(area.flat[:size], non_blocking=True)
-        if area.sent is not None:
-            area.sent.record()
+    def _send(self, area: _Area, target: Tensor, source: Tensor) -> None:
+        self._queue.copy(target, source)
+        area.sent.record()
 
 
 def _exports(plan: StepPlan) -> tuple[I32, I32, I32]:

@@ -22,7 +22,7 @@ class Value:
 
 
 class Node:
-    """A prefix of whole blocks, or of whole blocks and a tail shorter than a block."""
+    """A prefix of whole blocks, or of whole blocks and a tail shorter than a block.  Enters its parent."""
 
     __slots__ = (
         "children",
@@ -49,19 +49,16 @@ class Node:
         self.tails: dict[tuple[int, ...], Node] | None = None
         self.covered_children = 0
         self.value: Value | None = None  # of the state that stands here
-
-    def attach(self) -> None:
-        """Enter the node into its parent."""
-        parent = self.parent
-        assert parent is not None
-        if self.tail:
-            if parent.tails is None:
-                parent.tails = {}
-            parent.tails[self.tail] = self
-        else:
+        if parent is None:
+            return
+        if not tail:
             if parent.children is None:
                 parent.children = {}
             parent.children[self] = None
+        else:
+            if parent.tails is None:
+                parent.tails = {}
+            parent.tails[tail] = self
 
     def detach(self) -> None:
         """Take the node out of its parent."""
@@ -88,6 +85,13 @@ class Node:
                 yield node
             stack += node.children or ()
             stack += (node.tails or {}).values()
+
+    def above(self, blocks: int) -> Node:
+        """The prefix that is some blocks shorter; the root where there are no more."""
+        node = self
+        while blocks and node.parent is not None:
+            node, blocks = node.parent, blocks - 1
+        return node
 
     def gap(self, state: int, most: int) -> int:
         """Tokens from the next state above to this prefix, counted no further than `most`."""

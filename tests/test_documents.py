@@ -14,7 +14,14 @@ from midstream.runtime.flags import default_text
 from midstream.runtime.options import meaning_of
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/usage.md", "docs/ops.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/usage.md",
+    "docs/ops.md",
+    "docs/backend.md",
+)
 
 
 def read(page: str) -> str:

@@ -125,6 +125,50 @@ def test_what_cannot_be_recorded_is_named_with_op_and_line(function, what, op):
     assert counters["midstream"][reason] == 1
 
 
+@pytest.mark.parametrize(
+    "cut", [lambda base: base[4:], lambda base: base[:4], lambda base: base[::2]]
+)
+def test_a_view_by_address_that_may_leave_its_argument_is_a_reason(cut):
+    def reaching(x):
+        return torch.as_strided(x, (5,), (1,), 0) + 1
+
+    watched = Watched(reaching)
+    check_steps(watched, reaching, [], [(cut(drawn(8, seed=n)),) for n in range(3)])
+    (graph,) = watched.graphs
+    assert "as_strided that may reach beside its argument" in str(graph.skipped)
+
+
+def test_a_view_by_address_inside_of_its_argument_is_recorded():
+    def staying(x):
+        return torch.as_strided(x, (2, 3), (1, 2), 1) + 1
+
+    watched = Watched(staying)
+    check_steps(watched, staying, [], [(drawn(8, seed=n),) for n in range(3)])
+    assert (watched.num_recordings, watched.num_replays) == (1, 3)
+
+
+def test_a_float_that_changes_runs_as_compiled_and_is_named():
+    def scaled(x, factor, state):
+        return state.mul_(factor).add_(x)
+
+    watched = Watched(scaled, fullgraph=True)
+    check_steps(watched, scaled, [drawn(3)], [(drawn(3), 0.5 + n) for n in range(4)])
+    first, second = watched.graphs
+    assert first.skipped is None and "the host reads" in str(second.skipped)
+
+
+def test_gradients_that_a_function_turns_on_itself_are_noticed():
+    def differentiable(x, weight):
+        with torch.enable_grad():
+            return x * weight
+
+    watched = Watched(differentiable)
+    with torch.no_grad():
+        result = watched._compiled(drawn(3), drawn(3, seed=1).requires_grad_())
+    assert result.requires_grad
+    assert "gradients that a backward may need" in str(watched.graphs[0].skipped)
+
+
 def test_an_input_that_changes_shape_in_place_is_a_reason():
     class Transposing(torch.nn.Module):  # torch.compile breaks the graph there, others may not
         def forward(self, x):

@@ -173,6 +173,44 @@ def test_rearranged_rows_take_their_lengths_along(capturer: EmulatedCapture | No
     assert torch.stack(found, 1).tolist() == [want[row] for row in order]
 
 
+def test_rows_may_be_rearranged_between_decode_steps(capturer: EmulatedCapture | None) -> None:
+    prompts = [prompt(n, seed=n) for n in (3, 8, 5)]
+    ids, mask = left_padded(prompts)
+    twin = build("bamba")
+    with make(max_batch=4) as compiled:
+        cache = compiled.new_cache()
+        compiled(ids, attention_mask=mask, past_key_values=cache)
+        for step, order in enumerate(([2, 0, 1], [1, 1, 0], [0, 2], [1, 0], [0, 1, 1, 0], [3])):
+            token = torch.arange(len(prompts))[:, None] + step + 3
+            logits = compiled(token, past_key_values=cache).logits[:, 0]
+            prompts = [torch.cat(pair) for pair in zip(prompts, token, strict=True)]
+            for row, ids in enumerate(prompts):
+                want = twin(ids[None], use_cache=False).logits[0, -1]
+                torch.testing.assert_close(logits[row], want, rtol=1e-3, atol=1e-4)
+            cache.reorder_cache(torch.tensor(order))
+            prompts = [prompts[row] for row in order]
+
+
+def test_a_step_that_failed_leaves_no_rows_of_another_cache_staged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prompts = [prompt(n, seed=n) for n in (5, 8)]
+    with make(max_batch=2) as compiled:
+        one, other = compiled.new_cache(), compiled.new_cache()
+        token = torch.tensor([[9]])
+        for ids, cache in zip(prompts, (one, other), strict=True):
+            compiled(ids[None], past_key_values=cache)
+        compiled(token, past_key_values=one)
+        steps = compiled._steps
+        with monkeypatch.context() as patch:
+            patch.setattr(steps, "_decode", lambda rows: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                compiled(token, past_key_values=other)
+        found = compiled(token, past_key_values=one).logits[0, 0]
+        want = build("bamba")(torch.cat([prompts[0], token[0], token[0]])[None], use_cache=False)
+        torch.testing.assert_close(found, want.logits[0, -1], rtol=1e-3, atol=1e-4)
+
+
 def test_caches_that_are_alive_take_turns(capturer: EmulatedCapture | None) -> None:
     prompts = [prompt(n, seed=n) for n in (5, 8, 3)]
     with make() as compiled:
@@ -305,6 +343,8 @@ def test_what_a_forward_cannot_give_is_refused_by_name() -> None:
             compiled(ids, labels=ids)
         with pytest.raises(ConfigError, match="input_ids is None"):
             compiled(inputs_embeds=None)
+        with pytest.raises(ConfigError, match=r"input_ids are torch.float32, expected token ids"):
+            compiled(ids.float())
         with pytest.raises(UnsupportedError, match="attention_mask is a tensor of 4 dimensions"):
             compiled(ids, attention_mask=torch.ones(1, 1, 5, 5))
         with pytest.raises(UnsupportedError, match="position_ids of row 0 are"):

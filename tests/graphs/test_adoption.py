@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_rig import DECAY, INPUT, STATE, Twin, decay, drawn, recorded
@@ -74,6 +75,19 @@ def test_memory_that_others_see_is_left_alone_and_the_call_recorded_again(who: s
     second.step()
     assert torch.equal(view, seen.state[1:])
     assert view.data_ptr() == seen.state[1:].data_ptr()
+    assert (calls.events.num_recordings, calls.events.num_adoptions) == (2, 0)
+
+
+def test_memory_that_numpy_sees_is_no_home_and_is_not_left() -> None:
+    calls, weight = recorded(decay, *DECAY), drawn(5, 3)
+    arrays = [np.zeros((2, 3), np.float32) for _ in range(2)]
+    for array in arrays:
+        twin = Twin(calls, weight, torch.from_numpy(array))
+        for _ in range(2):
+            twin.step()
+            assert np.array_equal(array, twin.expected.numpy())
+        array += 1
+        assert np.array_equal(array, twin.state.numpy())
     assert (calls.events.num_recordings, calls.events.num_adoptions) == (2, 0)
 
 

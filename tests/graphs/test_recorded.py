@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import warnings
 import weakref
 from typing import Any
 
@@ -63,6 +64,67 @@ def test_an_output_that_is_an_argument_or_a_view_of_one_is_the_callers_memory() 
             assert output.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
         assert torch.equal(outputs[2], x.view(-1))
         assert torch.equal(outputs[3], weight.view(torch.int32))
+
+
+def test_outputs_that_are_lazy_conjugates_or_negatives_stay_what_they_are() -> None:
+    def run(state: Tensor, x: Tensor) -> list[Tensor]:
+        state.mul_(1j).add_(x)
+        fresh = x * 3
+        return [state.conj(), state.conj().imag, x.conj(), fresh.conj()[::2], fresh.conj().imag]
+
+    calls = recorded(run, STATE, INPUT)
+    state, expected = (torch.zeros(4, dtype=torch.complex64) for _ in range(2))
+    for step in range(3):
+        x = torch.arange(4) + 1j * step
+        for found, wanted in zip(calls(state, x), run(expected, x), strict=True):
+            assert torch.equal(found, wanted)
+
+
+def test_a_backward_notices_that_a_replay_wrote_what_it_kept() -> None:
+    calls = recorded(decay, *DECAY)
+    weight, state, factor = drawn(5, 3), drawn(2, 3), torch.ones(2, 3, requires_grad=True)
+    calls(weight, state, drawn(2, 5))
+    kept = (state * factor).sum()
+    calls(weight, state, drawn(2, 5))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+
+
+def test_a_broadcast_view_of_a_state_is_recorded_beside_it() -> None:
+    def run(wide: Tensor, state: Tensor) -> list[Tensor]:
+        before = wide.sum()
+        state.add_(1)
+        return [before, wide.sum()]
+
+    calls = recorded(run, STATE, STATE)
+    state, expected = torch.arange(4.0), torch.arange(4.0)
+    for _ in range(3):
+        found = calls(state[:1].expand(4), state)
+        wanted = run(expected[:1].expand(4), expected)
+        assert torch.equal(torch.stack(found), torch.stack(wanted))
+        assert torch.equal(state, expected)
+    assert not calls.events.eager
+
+
+def test_calls_that_are_collected_while_others_record_give_back_their_memory() -> None:
+    capturer = EmulatedCapture()
+
+    def leave_a_cycle() -> None:
+        calls = recorded(decay, *DECAY, capturer=capturer)
+        calls.itself = calls  # type: ignore[attr-defined]
+        calls(drawn(5, 3), drawn(2, 3), drawn(2, 5))
+
+    def collecting(state: Tensor) -> list[Tensor]:
+        gc.collect()
+        return [state.add_(1) * 2]
+
+    leave_a_cycle()
+    calls, state = recorded(collecting, STATE, capturer=capturer), torch.zeros(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # pytest warns of what a finalizer raises
+        calls(state)
+    calls.release()
+    assert capturer.memory_bytes == 0
 
 
 def test_outputs_that_share_memory_go_on_sharing_it_and_keep_their_strides() -> None:

@@ -70,7 +70,9 @@ def run(names):
         "pad_step": lambda area: (*area, 1, 1, 1, 4, 4, 4),
         "fill_pages": lambda area: (slot, computed, one, *state, *area, 64, False),
         "fill_token_rows": lambda area: (slot, computed, one, one, table, 2, table, *area, 16),
-        "fill_decode_rows": lambda area: (slot, computed, *state, table, *area, 4, 64, 16, False),
+        "fill_decode_step": lambda area: (
+            np.stack([slot, computed]), 4, *state, table, table, zero[:1], 0, *area, 4, 64, 16, False
+        ),
         "fill_chunks": lambda area: (computed, one, zero[:5], zero, zero, *area, 64),
     }
     for name in names:
@@ -123,7 +125,7 @@ def test_q1_an_entry_saved_beside_another_process_is_not_lost(tmp_path: Path) ->
 def test_q1_eight_processes_share_an_empty_cache(tmp_path: Path) -> None:
     """With MIDSTREAM_LONG_TESTS=1: 20 times, and with all kernels."""
     if os.environ.get("MIDSTREAM_LONG_TESTS") == "1":
-        names = ("fill_decode_rows", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step")
+        names = ("fill_decode_step", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step")
         python(MANY, tmp_path, 20, *names)
     else:
         python(MANY, tmp_path, 1, "fill_pages")

@@ -10,12 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from midstream.ops import host_rows
+from midstream.ops import host_decode, host_rows
 from midstream.ops.advance import advance, running_col
 from midstream.ops.host_rows import REFUSED
 from midstream.ops.testing import build_args
 
-NAMES = ["fill_decode_rows", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step"]
+NAMES = [
+    "fill_deltas", "fill_decode_step", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step",
+]  # fmt: skip
+NO_DELTAS = np.zeros((3, 0), np.int32), np.zeros(1, np.int32), 0
 JUNK = -77
 both = pytest.mark.parametrize("suffix", ["", "_py"], ids=["compiled", "plain"])
 quick = settings(max_examples=60, deadline=None)  # the first call of a kernel compiles it
@@ -175,11 +178,13 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
     state_table = rng.integers(1, 999, (slots, 201 // block + 1)).astype(np.int32)
     kv_table = rng.integers(1, 999, (slots, 201 // kv_block + 1)).astype(np.int32)
     ones = np.ones(rows, np.int32)
-    tables = kv_table, *(area := Area(padded)).both
+    area = Area(padded)
     cols, used = state_col.copy(), resume.copy()
-    moves = kernel("fill_decode_rows", suffix)(
-        slot, computed, cols, used, state_table, *tables, padded, block, kv_block, precopy
-    )
+    deltas = ints([[5, 4, 3], [50, 40, 30], [0, 0, 0]]), ints([2])
+    moves = kernel("fill_decode_step", suffix)(
+        np.stack([slot, computed]), rows, cols, used, state_table, kv_table, *deltas, 2, *area.both,
+        padded, block, kv_block, precopy,
+    )  # fmt: skip
     want = Area(padded, padded)
     host_rows.fill_token_rows_py(
         slot, computed, ones, ones, np.zeros((0, 0), np.int32), 0, kv_table, *want.both, kv_block
@@ -191,6 +196,10 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
     same = ("row_slot", "row_start", "row_sample", "read_page", "write_page")
     of_decode = {f"decode_{name}": want[name] for name in ("token_id", "position", "kv_slot")}
     expected = {name: want[name] for name in same} | of_decode
+    assert area["delta_count"][0] == 2 and area["delta_index"][:3].tolist() == [5, 4, JUNK]
+    assert area["delta_value"][:3].tolist() == [50, 40, JUNK] and deltas[1][0] == 0
+    for name in ("delta_count", "delta_index", "delta_value"):
+        area[name][:] = JUNK
     assert area.filled() == {name: words.tolist() for name, words in expected.items()}
     assert (moves, cols.tolist(), used.tolist()) == (
         want_moves,
@@ -201,10 +210,10 @@ def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block
 
 @pytest.mark.parametrize("block", [1, 3, 7, 49, 64, 1312])
 def test_columns_are_exact_without_a_division(block):
-    compiled = njit(host_rows._col_of)
+    compiled = njit(host_decode.col_of)
     counts = [n for k in (1, 2, 999, (2**31 - 2) // block) for n in (k * block - 1, k * block)]
     for tokens in [0, *counts]:
-        assert host_rows._col_of(tokens, 1.0 / block) == tokens // block
+        assert host_decode.col_of(tokens, 1.0 / block) == tokens // block
         assert compiled(tokens, 1.0 / block) == tokens // block
 
 
@@ -315,8 +324,9 @@ def test_an_index_behind_its_table_is_refused(suffix, slot, computed):
     assert fill(row, n, one, one, tokens, 1, table, *area, 4) == REFUSED
     fill = kernel("fill_pages", suffix)
     assert fill(row, n, one, col, resume, table, *area, 4, True) == REFUSED
-    fill = kernel("fill_decode_rows", suffix)
-    assert fill(row, n, col, resume, table, table, *area, 1, 4, 4, True) == REFUSED
+    fill = kernel("fill_decode_step", suffix)
+    args = np.stack([row, n]), 1, col, resume, table, table
+    assert fill(*args, *NO_DELTAS, *area, 1, 4, 4, True) == REFUSED
 
 
 @both
@@ -330,9 +340,24 @@ def test_rows_and_tokens_beyond_the_fields_are_refused(suffix):
     few = Area(1).both
     fill = kernel("fill_pages", suffix)
     assert fill(slot, zero, two, zero, zero, table, *few, 4, True) == REFUSED
-    fill = kernel("fill_decode_rows", suffix)
-    assert fill(slot, zero, zero, zero, table, table, *few, 2, 4, 4, True) == REFUSED
-    assert fill(slot, zero, zero, zero, table, table, *Area(2).both, 1, 4, 4, True) == REFUSED
+    fill = kernel("fill_decode_step", suffix)
+    args = np.stack([slot, zero]), 2, zero, zero, table, table
+    assert fill(*args, *NO_DELTAS, *few, 2, 4, 4, True) == REFUSED
+    assert fill(*args, *NO_DELTAS, *Area(2).both, 1, 4, 4, True) == REFUSED
+    assert fill(*args, *NO_DELTAS, *Area(2).both, 2, 4, 4, True) != REFUSED
+    one_delta = ints([[5], [50], [0]]), ints([1]), 0
+    assert fill(*args, *one_delta, *Area(2).both, 2, 4, 4, True) == REFUSED
+
+
+@both
+def test_deltas_leave_the_set_as_many_as_a_copy_holds(suffix):
+    deltas, count, area = ints([[5, 4, 3], [50, 40, 30], [0, 0, 0]]), ints([3]), Area(4)
+    fill = kernel("fill_deltas", suffix)
+    assert fill(deltas, count, 2, *area.both) == count[0] == 1
+    assert area["delta_count"][0] == 2 and area["delta_index"].tolist() == [4, 3, JUNK, JUNK]
+    assert area["delta_value"].tolist() == [40, 30, JUNK, JUNK]
+    assert fill(deltas, count, 2, *area.both) == count[0] == 0
+    assert area["delta_count"][0] == 1 and area["delta_index"][0] == 5
 
 
 @both

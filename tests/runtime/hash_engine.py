@@ -59,6 +59,7 @@ class HashLowered:
         self.device = torch.device("cpu")
         self.layout = _StateLayout()
         self.kv_layout = _KvLayout(kv_block)
+        self.export_alignment: int | None = 1
         model.lowered = True
 
     def bind(self, pools: Pools) -> None:

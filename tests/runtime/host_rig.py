@@ -160,7 +160,7 @@ class Rig:
 
     def preempt(self, request: Request) -> None:
         """As a pass does that needs the request's room."""
-        self.scheduler._preempt(request, StepPlan.empty({}))
+        self.scheduler._preempt(request, StepPlan.empty())
 
     def break_step(self, plan: StepPlan) -> None:
         """What `Engine` does with a step that failed."""
@@ -191,20 +191,27 @@ class Rig:
             counts = Counter(page for page in held if page)
             found = {p: pool.refcount(p) for p in range(1, pool.num_pages) if pool.refcount(p)}
             assert found == counts, f"{pool.name}: held {found}, accounted for {dict(counts)}"
-        running = [r.running_page for r in self.scheduler.running if r.running_page]
+        running = [page for r in self.scheduler.running if (page := self.running_page(r))]
         assert len(running) == len(set(running)), f"two requests run on one page: {running}"
 
+    def running_page(self, request: Request) -> int:
+        """State page that the next tokens of a request in a slot update, 0 if none."""
+        return int(self.live.running_page[request.slot])
+
     def _kv_holds(self) -> list[int]:
-        pages = [page for r in self.scheduler.running for page in [*r.kv_pages, r.tail_page]]
+        pages = [page for r in self.scheduler.running for page in self._kv_pages(r)]
         for plan, _ in self.flights:
             pages += plan.released_kv
             pages += [page for ending in plan.endings for page in ending.kv_pages]
         return pages
 
+    def _kv_pages(self, request: Request) -> list[int]:
+        return [*self.live.kv_pages(request.slot), request.tail_page]
+
     def _state_holds(self) -> list[int]:
         pages: list[int] = []
         for r in self.scheduler.running:
-            pages += [r.running_page, r.resume_page, *r.state_pages]
+            pages += [self.running_page(r), r.resume_page, *r.state_pages]
         for plan, _ in self.flights:
             pages += plan.released + [ending.state_page for ending in plan.endings]
             pages += [page for chunk in plan.chunks for page in chunk.export_page]
@@ -243,8 +250,9 @@ class Device:
         self.kinds: list[str] = []
 
     def run(self, plan: StepPlan, live: LiveTable) -> StepResult:
-        for index, value in plan.deltas.items():
+        for index, value in live.deltas.items():
             self.slots[index] = value
+        live.deltas.clear()
         for source, target in plan.kv_copies:
             self.memory.kv[target] = self.memory.kv[source]
         rows = [self._row(plan, live, row) for row in range(plan.num_rows)]

@@ -3,7 +3,11 @@ Anything may happen to the cache, in any order: no wrong reuse, no leak, no page
 
 The device is a model of exact hashes (`hash_model.py`): whoever resumes from a wrong page, reads what was not
 written or writes what is published is named at once.
+
+    MIDSTREAM_LONG_TESTS=1 pytest tests/runtime/test_cache_machine.py     a million steps instead of 15,000
 """
+
+import os
 
 import pytest
 from hash_model import answer
@@ -169,8 +173,9 @@ def failing(pool: PagePool, calls: int):  # type: ignore[no-untyped-def]
     return call
 
 
+_LONG = os.environ.get("MIDSTREAM_LONG_TESTS") == "1"
 CacheMachine.TestCase.settings = settings(
-    max_examples=400,  # times 50: 20,000 steps
+    max_examples=27_000 if _LONG else 400,  # of 38 steps in the mean
     stateful_step_count=50,
     deadline=None,
     derandomize=True,

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from midstream import ConfigError
-from midstream.graphs.table import GraphKey, smallest_fit
+from midstream.graphs.dispatch import MODES, GraphKey, smallest_fit
+from midstream.graphs.ladder import ladder_of
 from midstream.runtime.config import (
     EngineConfig,
     ModelLimits,
@@ -95,7 +96,8 @@ def test_the_longest_sequence_is_the_least_of_wish_model_and_pages(
         ({"wait_for_prefix": 1}, "wait_for_prefix=1; expected True or False"),
         ({"mix": "64"}, "mix='64'; expected sequences x tokens of each"),
         ({"cache_mode": "some"}, "cache_mode='some'; expected one of 'none', 'align', 'all'"),
-        ({"graphs": "on"}, "graphs='on'; expected one of 'full', 'off'"),
+        ({"graph_tokens": 0}, "graph_tokens=0; expected a whole number >= 1"),
+        ({"graphs": "on"}, "graphs='on'; expected one of 'off', 'piecewise', 'full'"),
         ({"migration": "copy"}, "expected one of 'auto', 'copyfree', 'precopy'"),
         ({"state_dtype": "float16"}, "state_dtype='float16'"),
         ({"compile": "aot"}, "compile='aot'"),
@@ -159,8 +161,11 @@ def test_captured_chunk_steps_take_a_few_rows_or_all() -> None:
     assert chunk_ladder(4, 63) == ()
 
 
-def test_graphs_off_captures_nothing() -> None:
+def test_each_mode_captures_its_ladder_and_off_captures_nothing() -> None:
+    for mode, forms in MODES.items():
+        config = resolved(graphs=mode, graph_tokens=1000)
+        assert config.graphs == ladder_of(forms, config.max_rows, config.max_step_tokens, 1000)
     config = resolved(graphs="off")
-    assert config.graph_rows == config.graph_chunks == ()
+    assert config.graphs.keys == () == config.graph_rows == config.graph_chunks
     # a decode step has no more rows than a step has tokens
     assert resolved(max_rows=100, max_step_tokens=6).graph_rows == (1, 2, 4, 6)

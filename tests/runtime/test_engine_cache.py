@@ -134,10 +134,20 @@ def test_why_a_request_reused_no_more_is_said_and_counted() -> None:
         for seed in (1, 2, 3):
             handle = engine.add(shared + text(9, seed), greedy(2))
             settle(engine)
-        assert "reused 20 of 28 tokens; attention matches 20" in engine.explain(handle)
+        assert engine.explain(handle) == (
+            "reused 20 of 28 tokens; attention matches 20, the longest saved state is at 20; no more of this "
+            "beginning was ever computed here"
+        )
         cache = engine.stats()["cache"]
         assert cache["requests"] == 3 and cache["asked"] == 3 * 28 and cache["reused"] == 20
-        assert cache["lost_for_state"] == 20 and cache["reasons"] == {"unknown": 2, "no state": 1}
+        assert cache["reasons"] == {"unknown": 1, "no state": 1, "longest": 1}
+        assert cache["lost_for_state"] == 20
+        # the next turn resumes inside of a block, where the answer ended: no other place is better
+        before = shared + text(9, seed=3)
+        handle = engine.add([*before, *answer(before, 1), 5, 6, 7, 8, 9], greedy(2))
+        settle(engine)
+        assert engine.explain(handle).startswith("reused 30 of 34 tokens; attention matches 30")
+        assert engine.stats()["cache"]["reasons"]["longest"] == 2
         state = engine._parts.ownership.state_pool
         state.release(state.take(state.available))
         handle = engine.add(shared + text(9, seed=3), greedy(2))

@@ -42,7 +42,7 @@ def use(index: PrefixIndex, keys: list[int]) -> None:
     """A request resumes there and ends."""
     hit = index.lookup(keys, len(keys))
     index.hold(hit)
-    index.kv_pool.release(hit.kv_pages)
+    index.kv_pool.release(hit.kv_pages.tolist())
     assert index.state_pool is not None
     index.state_pool.release(hit.state_page)
 

@@ -238,12 +238,12 @@ def test_a_pool_needs_a_page_besides_the_null_page() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda pool: pool._free.pop(),
-        lambda pool: pool._free.append(NULL_PAGE),
-        lambda pool: pool._free.__setitem__(0, pool._free[1]),
+        lambda pool: pool._free.__setitem__(0, pool._free[0] - 1),
+        lambda pool: pool._push_free(NULL_PAGE),
+        lambda pool: pool._free.__setitem__(1, pool._free[2]),
         lambda pool: pool._cached.popitem(),
-        lambda pool: pool._refcount.__setitem__(pool._free[-1], 1),
-        lambda pool: pool._published.__setitem__(pool._free[-1], True),
+        lambda pool: pool._refcount.__setitem__(pool._free[1], 1),
+        lambda pool: pool._published.__setitem__(pool._free[1], True),
         lambda pool: pool._published.__setitem__(next(iter(pool._cached)), False),
     ],
     ids=["lost", "null", "twice", "uncached", "held", "flagged", "unflagged"],

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from midstream.errors import CapacityError, ConfigError, ContractError
-from midstream.runtime.coordinator import Hit
 from midstream.runtime.events import Cleared, EventLog, Stored
 from midstream.runtime.hashing import BlockHasher, as_keys, encode_extra
 from midstream.runtime.pages import NULL_PAGE, PagePool
@@ -124,7 +123,14 @@ def test_an_identical_prompt_leaves_a_token_to_compute() -> None:  # D1, E3 (b)
     assert index.lookup(keys, 15).num_tokens == 12
     assert index.lookup(keys, 0).num_tokens == index.lookup(keys, -1).num_tokens == 0
     assert index.lookup(keys, 10**9).num_tokens == 16
-    assert index.lookup([], 15) == Hit(0, (), NULL_PAGE, NULL_PAGE, (), 0, None, 0)
+    hit = index.lookup([], 15)
+    assert (hit.num_tokens, hit.node, hit.tail_page, hit.state_page) == (
+        0,
+        None,
+        NULL_PAGE,
+        NULL_PAGE,
+    )
+    assert not len(hit.kv_pages) and not hit.window_pages and not hit.kv_match_tokens
 
 
 def test_salts_and_adapters_share_nothing_in_either_group() -> None:  # D10
@@ -160,9 +166,9 @@ def test_an_evicted_page_loses_its_key_and_the_chain_is_cut_there() -> None:  # 
     kv = PagePool(10, "kv")
     index = PrefixIndex(kv, None, 4)
     put(index, [70, 71], 8)
-    assert index.lookup([70, 71], 8).kv_pages == (1, 2)
+    assert index.lookup([70, 71], 8).kv_pages.tolist() == [1, 2]
     taken = kv.take(8)  # the tail goes first
-    assert 2 in taken and index.lookup([70, 71], 8).kv_pages == (1,)
+    assert 2 in taken and index.lookup([70, 71], 8).kv_pages.tolist() == [1]
     assert kv.take(1) == [1]
     assert index.lookup([70, 71], 8).kv_match_tokens == 0
 
@@ -174,7 +180,7 @@ def test_without_recurrent_layers_the_leaf_that_was_used_longest_ago_goes_first(
     put(index, [11, 12], 8)
     hit = index.lookup([1, 2], 8)
     index.hold(hit)
-    kv.release(hit.kv_pages)
+    kv.release(hit.kv_pages.tolist())
     lengths = []
     while kv.available:
         kv.take(1)
@@ -201,9 +207,9 @@ def test_a_held_hit_survives_pressure_and_is_released_by_its_caller() -> None:
     kv.take(kv.available)
     state.take(state.available)
     again = index.lookup(keys, 11)
-    assert (again.num_tokens, again.kv_pages) == (8, found.kv_pages)
+    assert (again.num_tokens, again.kv_pages.tolist()) == (8, found.kv_pages.tolist())
     assert again.state_page == found.state_page
-    kv.release(found.kv_pages)
+    kv.release(found.kv_pages.tolist())
     state.release(found.state_page)
     assert kv.num_cached == 2 and state.num_cached == 1
     index.check_books()
@@ -233,7 +239,12 @@ def test_without_recurrent_layers_every_block_is_a_resume_point() -> None:
     index = PrefixIndex(PagePool(8, "kv"), None, 4)
     put(index, keys, 12)
     hit = index.lookup(keys, 15)
-    assert (hit.num_tokens, hit.kv_pages, hit.state_page, hit.junction) == (12, (1, 2, 3), 0, 0)
+    assert (hit.num_tokens, hit.kv_pages.tolist(), hit.state_page, hit.junction) == (
+        12,
+        [1, 2, 3],
+        0,
+        0,
+    )
     with pytest.raises(ContractError, match="state pool None"):
         index.publish_state(keys, 1, 4)
 
@@ -287,24 +298,26 @@ def test_a_hit_that_cannot_be_held_whole_holds_nothing() -> None:
 def test_a_checkpoint_is_expected_then_published_then_evicted() -> None:
     index = PrefixIndex(PagePool(8, "kv"), PagePool(8, "state"), 4)
     assert index.status(71) is None
-    index.expect(5, [70, 71], 8)
-    index.expect(6, [70, 90], 8)
+    index.expected.add(5, 71, 8)
+    index.expected.add(6, 90, 8)
     assert index.status(71) == "expected" and not index.has_state(71)
     assert index.lookup([70, 71], 8).num_tokens == 0
-    assert index.expected_beyond([70, 71, 72], 0, 12) == 8
-    assert index.expected_beyond([70, 71], 8, 12) == index.expected_beyond([70, 71], 0, 7) == 0
-    assert index.expected_beyond([70], 0, 12) == index.expected_beyond([70, 72], 0, 12) == 0
+    assert index.expected.beyond(0, [70, 71, 72], 12, 4) == 8
+    assert (
+        index.expected.beyond(8, [70, 71], 12, 4) == index.expected.beyond(0, [70, 71], 7, 4) == 0
+    )
+    assert index.expected.beyond(0, [70], 12, 4) == index.expected.beyond(0, [70, 72], 12, 4) == 0
     put(index, [70, 71], 8, (8,))
     before = index.generation
-    index.expect_no_more(5, [71])
+    index.expected.end(5, [71])
     assert index.status(71) == "published" and index.generation == before + 1
     index.state_pool.release(index.state_pool.take(7))
     assert index.status(71) == "evicted" and index.was_evicted([70, 71], 4, 8)
     assert not index.was_evicted([70, 71], 8, 12)
-    index.expect_no_more(6)
-    index.expect_no_more(6)
+    index.expected.end(6)
+    index.expected.end(6)
     assert index.status(90) is None and index.generation > before + 1
-    index.expect(7, [70], 4)
+    index.expected.add(7, 70, 4)
     index.reset()
     assert index.status(70) is index.status(71) is None
 
@@ -312,7 +325,7 @@ def test_a_checkpoint_is_expected_then_published_then_evicted() -> None:
 def test_a_new_engine_expects_nothing() -> None:
     """Restart: expectations live in the index, and the index with its engine."""
     index = PrefixIndex(PagePool(8, "kv"), PagePool(8, "state"), 4)
-    assert index.expected_beyond([70, 71], 0, 100) == 0
+    assert index.expected.beyond(0, [70, 71], 100, 4) == 0
 
 
 def test_a_reset_drops_all_keys_and_frees_what_nobody_holds() -> None:
@@ -325,7 +338,7 @@ def test_a_reset_drops_all_keys_and_frees_what_nobody_holds() -> None:
     assert index.lookup(keys, 11).kv_match_tokens == 0
     assert kv.num_cached == state.num_cached == 0
     assert kv.num_owned == 2 and state.num_owned == 1
-    kv.release(found.kv_pages)
+    kv.release(found.kv_pages.tolist())
     state.release(found.state_page)
     index.check_books()
     assert kv.num_free == state.num_free == 63
@@ -381,7 +394,7 @@ class PrefixMachine(RuleBasedStateMachine):
         hit = self.index.lookup(self.keys(prompt), len(prompt) - 1)
         assert (hit.num_tokens, hit.kv_match_tokens) == self.naive_hit(prompt)
         self.index.hold(hit)
-        kv_pages, state_pages = list(hit.kv_pages), [hit.state_page] if hit.state_page else []
+        kv_pages, state_pages = hit.kv_pages.tolist(), [hit.state_page] if hit.state_page else []
         try:
             kv_pages += self.kv.take(len(prompt) - hit.num_tokens)
             state_pages += self.state.take(1)

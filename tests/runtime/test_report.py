@@ -48,6 +48,12 @@ def line(config: ResolvedConfig, device: torch.device = CPU, tokenizer: object =
         ({"max_rows": 6, "max_step_tokens": 16}, GPU, "graphs=rows 1-6 "),
         ({}, CPU, "graphs=none (no CUDA) "),
         ({"graphs": "off"}, GPU, "graphs=none (off) "),
+        ({"graphs": "piecewise"}, GPU, "graphs=rows 1-256 in pieces, prompts to 2048 in pieces "),
+        (
+            {"graphs": "full+piecewise", "graph_tokens": 1024},
+            GPU,
+            "graphs=rows 1-256, prompts to 512, prompts to 1024 in pieces ",
+        ),
     ],
 )
 def test_the_captured_steps_are_said_in_a_few_words(options, device, graphs):

@@ -24,7 +24,7 @@ def shapes(monkeypatch: pytest.MonkeyPatch) -> list[GraphKey]:
     run = midstream.runtime.runner.StepRunner._replay_or_run
     monkeypatch.setattr(
         "midstream.runtime.runner.StepRunner._replay_or_run",
-        lambda self, key: (ran.append(key), run(self, key))[1],
+        lambda self, key, plan: (ran.append(key), run(self, key, plan))[1],
     )
     return ran
 

@@ -1,13 +1,16 @@
 """Claims about sampling parameters: what stands is valid, what is refused says how to be accepted."""
 
+import copy
 import dataclasses
 import math
+import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from midstream.errors import ConfigError
-from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams
+from midstream.runtime.sampling import MAX_STOP_IDS, SamplingParams, as_int
 
 VALID = [
     {},
@@ -141,3 +144,31 @@ def test_end_ids_fit_the_table_of_the_op() -> None:
     assert len(params.end_token_ids([6, 7])) == MAX_STOP_IDS
     with pytest.raises(ConfigError, match="9 token ids end the answer, 2 of them end-of-sequence"):
         params.end_token_ids([7, 8])
+
+
+def test_an_array_is_no_integer_so_that_prompts_may_be_arrays() -> None:
+    assert [as_int(value) for value in (5, np.int32(5), np.array(5), torch.tensor(5))] == [5] * 4
+    assert [as_int(np.array(ids)) for ids in ([5], [5, 6], [])] == [None] * 3
+    assert [as_int(value) for value in (torch.tensor([5]), True, 5.0, "5")] == [None] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("max_token", "did you mean 'max_tokens'?"), ("zzz", "see help(SamplingParams)")],
+)
+def test_an_unknown_name_is_refused_with_its_neighbour_and_all_that_there_are(
+    name: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SamplingParams(**{name: 3})  # type: ignore[arg-type]
+    message = str(caught.value)
+    assert message.startswith(
+        f"SamplingParams: unknown option {name!r}; expected one of max_tokens, "
+    )
+    assert message.endswith(f", logprobs; {hint}")
+
+
+def test_parameters_can_be_copied_replaced_and_pickled() -> None:
+    params = SamplingParams(7, stop="END", seed=3)
+    assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+    assert dataclasses.replace(params, max_tokens=9) == SamplingParams(9, stop="END", seed=3)

@@ -20,6 +20,7 @@ from midstream.compiler.context import StepView
 from midstream.graphs.table import GraphKey
 from midstream.ops.registry import NULL_PAGE, PADDING
 from midstream.runtime import assembly
+from midstream.runtime.deltas import Deltas
 from midstream.runtime.plan import StepPlan
 from midstream.runtime.stage import CHUNK, Stage, StageLimits, stage_limits
 
@@ -41,6 +42,7 @@ class Bench:
         self.stage = Stage(stage_limits(5, max_step_tokens, state_block), CPU)
         for flat in (self.stage._flat, *(area.flat for area in self.stage._areas)):
             flat.fill_(GARBAGE)
+        self.sent: dict[int, int] = {}  # deltas of the step staged last
 
     def plan(self) -> StepPlan:
         plan = self.rig.schedule()
@@ -48,6 +50,7 @@ class Bench:
         return plan
 
     def decode(self, plan: StepPlan, rows: int, precopy: bool = False) -> StepView:
+        self.sent = dict(self.rig.live.deltas.items())
         self.stage.write_decode(plan, self.rig.live, self.block, 4, precopy, rows)
         return self.stage.decode_view(rows)
 
@@ -57,11 +60,13 @@ class Bench:
         pad: Callable[[GraphKey], GraphKey] = lambda key: key,
         precopy: bool = False,
     ) -> StepView:
+        self.sent = dict(self.rig.live.deltas.items())
         shape = self.stage.write_chunks(plan, self.rig.live, self.block, 4, precopy, pad)
         return self.stage.chunk_view(shape)
 
     def settle(self, plan: StepPlan) -> None:
-        """Run a plan that was staged: the rig's device moves no mirror."""
+        """Run a plan that was staged: the rig's device moves no mirror, and needs the deltas too."""
+        self.rig.live.deltas.put(self.sent)
         self.rig.launch(plan)
         self.rig.commit()
 
@@ -90,8 +95,8 @@ def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -
     view = bench.chunks(plan, lambda key: needed.append(key) or pad, precopy)
     # 70 tokens: cut at 8, 16, ... 64 and 68; 5 tokens: cut at 4
     bounds = [*range(0, 65, 8), 68, 70, 74, 75]
-    exports = [*plan.chunks[0].export_page, first.running_page]
-    exports += [*plan.chunks[1].export_page, second.running_page]
+    exports = [*plan.chunks[0].export_page, bench.rig.running_page(first)]
+    exports += [*plan.chunks[1].export_page, bench.rig.running_page(second)]
     assert needed == [GraphKey(75, 2, 12)] and view.kind == "chunk"
     tokens = text(70) + text(5, 1)
     assert fields(view) == {
@@ -103,7 +108,12 @@ def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -
         "row_slot": [first.slot, second.slot, PADDING, PADDING],
         "row_start": [0, 70, 75, 75, 75],
         "read_page": [NULL_PAGE] * 4,
-        "write_page": [first.running_page, second.running_page, NULL_PAGE, NULL_PAGE],
+        "write_page": [
+            bench.rig.running_page(first),
+            bench.rig.running_page(second),
+            NULL_PAGE,
+            NULL_PAGE,
+        ],
         "sample_token": [69, 74, 0, 0],
         "chunk_start": bounds + [75] * 8,
         "chunk_row": [0] * 10 + [1] * 2 + [PADDING] * 8,
@@ -128,16 +138,20 @@ def test_decoding_rows_beside_a_chunk_take_their_token_from_the_device(precopy: 
     plan = bench.plan()
     bench.chunks(plan, precopy=precopy)
     bench.settle(plan)
-    page = old.running_page
+    page = bench.rig.running_page(old)
     new = bench.rig.add(text(3, 1), 2)
     view = bench.chunks(plan := bench.plan(), precopy=precopy)
     assert plan.slot.tolist() == [new.slot, old.slot]
     got = fields(view)
     assert got["token_id"] == [*text(3, 1), -1] and got["position"] == [0, 1, 2, 16]
     assert got["sample_token"] == [2, 3] and got["row_chunk"] == [0, 1, 2]
-    assert got["chunk_page"] == got["write_page"] == [new.running_page, old.running_page]
-    assert page not in (0, old.running_page)  # the answer begins a new block
-    assert got["read_page"] == [NULL_PAGE, old.running_page if precopy else page]
+    assert (
+        got["chunk_page"]
+        == got["write_page"]
+        == [bench.rig.running_page(new), bench.rig.running_page(old)]
+    )
+    assert page not in (0, bench.rig.running_page(old))  # the answer begins a new block
+    assert got["read_page"] == [NULL_PAGE, bench.rig.running_page(old) if precopy else page]
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
@@ -148,9 +162,9 @@ def test_a_decode_step_is_sent_with_its_padding(rows: int, precopy: bool) -> Non
     plan = bench.plan()
     bench.chunks(plan)
     bench.settle(plan)
-    source = [request.running_page for request in requests]
+    source = [bench.rig.running_page(request) for request in requests]
     view = bench.decode(plan := bench.plan(), rows, precopy)
-    target = [request.running_page for request in requests]
+    target = [bench.rig.running_page(request) for request in requests]
     assert source[0] != target[0] and source[1] == target[1]
     more = rows - 2
     places = [kv_slots(bench, r.slot, len(r.prompt), len(r.prompt) + 1)[0] for r in requests]
@@ -181,15 +195,16 @@ def test_a_prompt_in_the_middle_samples_nothing() -> None:
 def test_deltas_are_sent_with_their_count() -> None:
     bench = Bench()
     bench.rig.add(text(9), 3)
-    plan = bench.plan()
+    plan, device, deltas = bench.plan(), bench.stage.device, bench.rig.live.deltas
+    changes = dict(deltas.items())
     bench.chunks(plan)
-    device, count = bench.stage.device, len(plan.deltas)
-    assert device["delta_count"].tolist() == [count]
-    assert device["delta_index"][:count].tolist() == list(plan.deltas)
-    assert device["delta_value"][:count].tolist() == list(plan.deltas.values())
+    assert device["delta_count"].tolist() == [len(changes)] and not deltas
+    assert device["delta_index"][: len(changes)].tolist() == list(changes)
+    assert device["delta_value"][: len(changes)].tolist() == list(changes.values())
     bench.settle(plan)
-    bench.decode(plan := bench.plan(), 1)
-    assert device["delta_count"].tolist() == [len(plan.deltas)] != [count]
+    bench.decode(bench.plan(), 1)
+    assert device["delta_count"].tolist() == [len(bench.sent)] != [len(changes)]
+    assert not deltas
 
 
 def test_a_decode_step_sends_nothing_of_a_chunk_step() -> None:
@@ -213,7 +228,7 @@ def test_a_row_outside_of_the_tables_is_a_bug_that_shows() -> None:
     bench.rig.add(text(9), 3)
     plan = bench.plan()
     bench.chunks(plan)
-    plan.num_computed = plan.num_computed + 1000
+    plan.num_computed[:] += 1000
     with pytest.raises(AssertionError, match="outside of the slots' tables"):
         bench.chunks(plan)
     with pytest.raises(AssertionError, match="outside of the slots' tables"):
@@ -263,7 +278,9 @@ def test_an_area_is_written_again_only_after_its_last_copy() -> None:
         plan = bench.plan()
         bench.decode(plan, 2)
         bench.settle(plan)
-    bench.stage.send_deltas({3: 4})
+    many = Deltas(4096)
+    many.put_row(0, range(bench.stage.limits.max_deltas + 1))
+    assert bench.stage.send_excess(many) and not bench.stage.send_excess(many)
     turns = [1, 2, 0, 1, 2, 0]
     assert log == [word for area in turns for word in (f"wait {area}", f"sent {area}")]
 
@@ -293,9 +310,16 @@ def test_more_deltas_than_fit_are_sent_ahead_of_the_step(
         return replace(stage_limits(*args), max_deltas=max_deltas)
 
     sent: list[int] = []
-    send = Stage.send_deltas
+    send = Stage.send_excess
+
+    def counted(stage: Stage, deltas: Deltas) -> bool:
+        before = len(deltas)
+        is_sent = send(stage, deltas)
+        sent.extend([before - len(deltas)] * is_sent)
+        return is_sent
+
     monkeypatch.setattr(assembly, "stage_limits", few)
-    monkeypatch.setattr(Stage, "send_deltas", lambda s, d: (sent.append(len(d)), send(s, d))[1])
+    monkeypatch.setattr(Stage, "send_excess", counted)
     prompts = [text(n, n) for n in (9, 30, 17)]
     with hash_engine(max_step_tokens=64) as engine:
         params = midstream.SamplingParams(max_tokens=12, temperature=0.0)

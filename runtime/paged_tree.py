@@ -1,0 +1,244 @@
+"""
+The tree of prefixes with the pages that hold them: what is published, in every group of pages.
+
+Every prefix in the tree has a KV page, and so have all that it stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from midstream.errors import ContractError
+from midstream.runtime.events import Cleared, EventLog, Removed, Stored
+from midstream.runtime.pages import NULL_PAGE, PagePool
+from midstream.runtime.tree import Node, is_covered
+
+KV = 0  # place of the full attention group in `Node.pages`
+
+
+class PageGroup:
+    """Pages of one kind and the prefixes that they hold."""
+
+    def __init__(self, place: int, pool: PagePool) -> None:
+        self.place = place  # in `Node.pages`
+        self.pool = pool
+        self.nodes_of: dict[int, list[Node]] = {}  # by published page; a KV page may hold several
+        self.copies: dict[Node, list[int]] = {}  # further pages of a prefix
+
+    def share_page(self, page: int, node: Node) -> bool:
+        """Enter a further prefix of a page; False when it is entered already.
+
+        Raises:
+            ContractError: the page holds no part of the block.
+        """
+        known = self.nodes_of[page]
+        if any(other is node for other in known):
+            return False
+        if self.place != KV or any(other.parent is not node.parent for other in known):
+            raise ContractError(
+                f"PagedTree: page {page} of pool {self.pool.name} is published again under "
+                "another key; expected further keys for parts of the same block only; "
+                "a published page is never written, take a new one"
+            )
+        known.append(node)
+        return True
+
+    def has_other(self, node: Node, page: int) -> bool:
+        """Whether a prefix can do without this page."""
+        return node.pages[self.place] != page or node in self.copies
+
+
+class PagedTree:
+    """Who is published where.  Knows no policy and no resume points."""
+
+    def __init__(self, pools: Sequence[PagePool], state: int, kv_block: int) -> None:
+        """`pools`: of the groups, full attention first; `state`: place of the recurrent one, -1 for none."""
+        self.groups = [PageGroup(place, pool) for place, pool in enumerate(pools)]
+        self.state = state
+        self.kv_block = kv_block
+        self.nodes: dict[int, Node] = {}  # of whole blocks, by key
+        self.log: EventLog | None = None
+        self.num_changes = 0  # of what lookups find
+        self.num_dropped = 0  # pages that lookups found and no longer do
+        self._roots: dict[bytes, Node] = {}
+
+    # -- prefixes -----------------------------------------------------------------------------------
+
+    def longest_known(
+        self, keys: Sequence[int], max_tokens: int, root: bytes = b""
+    ) -> tuple[Node, int]:
+        """The longest prefix of whole blocks with KV pages, and their number.
+
+        By bisection: what is in the tree has a KV page, and so has all that it stands on.
+        """
+        nodes, known, end = self.nodes, 0, min(len(keys), max_tokens // self.kv_block)
+        while known < end:
+            middle = (known + end + 1) // 2
+            if keys[middle - 1] in nodes:
+                known = middle
+            else:
+                end = middle - 1
+        if known:
+            return nodes[keys[known - 1]], known
+        return self._roots.get(root) or Node(0, None, 0, len(self.groups)), 0
+
+    def node_before(self, keys: Sequence[int], num_blocks: int, root: bytes) -> Node | None:
+        """The prefix of `num_blocks` whole blocks."""
+        return self.nodes.get(keys[num_blocks - 1]) if num_blocks else self._root(root)
+
+    def tail_node(self, parent: Node, tail: tuple[int, ...], kv_page: int) -> Node | None:
+        """The node of a tail, with its KV page."""
+        node = parent.tails.get(tail) if parent.tails else None
+        if node is None and kv_page:
+            node = Node(parent.key, parent, parent.num_tokens + len(tail), len(self.groups), tail)
+            self.publish(KV, node, kv_page)
+        return node
+
+    # -- pages ---------------------------------------------------------------------------------------
+
+    def publish_kv(self, keys: Sequence[int], block: int, page: int, root: bytes) -> bool:
+        """See `PrefixIndex.publish_kv`."""
+        node = self.nodes.get(keys[block])
+        if node is None:
+            parent = self.node_before(keys, block, root)
+            if parent is None:
+                return False
+            num_tokens = parent.num_tokens + self.kv_block
+            node = self.nodes[keys[block]] = Node(keys[block], parent, num_tokens, len(self.groups))
+        return self.publish(KV, node, page)
+
+    def publish(self, place: int, node: Node, page: int) -> bool:
+        """Make the page of a group findable under a prefix; False when the prefix has one already."""
+        group = self.groups[place]
+        try:
+            if page not in group.nodes_of:
+                group.pool.publish(page)
+                group.nodes_of[page] = [node]
+            elif not group.share_page(page, node):
+                return False
+        except ContractError:
+            self.prune(node)  # every prefix in the tree has a KV page
+            raise
+        if node.pages[place]:
+            group.copies.setdefault(node, []).append(page)
+            return False
+        node.pages[place] = page
+        self.num_changes += 1
+        if self.log is not None:
+            self.log.add(self._stored(place, node))
+        return True
+
+    def forget(self, group: PageGroup, page: int) -> list[Node]:
+        """Take a page out of its prefixes and of what is published; returns the prefixes."""
+        nodes = group.nodes_of.pop(page)
+        for node in nodes:
+            copies = group.copies.get(node)
+            if node.pages[group.place] != page:
+                assert copies is not None
+                copies.remove(page)
+            else:
+                node.pages[group.place] = copies.pop(0) if copies else NULL_PAGE
+                self.num_dropped += 1  # hits that were found before name the page that goes
+                self.num_changes += 1
+                if self.log is not None and not node.pages[group.place]:
+                    self.log.add(Removed(self._name(group.place), node.key, node.tail))
+            if copies is not None and not copies:
+                del group.copies[node]
+        group.pool.unpublish(page)
+        for node in nodes:
+            self.prune(node)
+        return nodes
+
+    def group_of(self, pool: PagePool) -> PageGroup:
+        """The group whose pages are in `pool`."""
+        return next(group for group in self.groups if group.pool is pool)
+
+    def drop_copies(self, pool: PagePool, pages: Sequence[int]) -> list[int]:
+        """Unpublish those of the cached pages whose prefixes have another page; returns the others."""
+        group = self.group_of(pool)
+        if not group.copies:
+            return list(pages)
+        kept = []
+        for page in pages:
+            if all(group.has_other(node, page) for node in group.nodes_of[page]):
+                self.forget(group, page)
+            else:
+                kept.append(page)
+        return kept
+
+    def clear(self) -> None:
+        """Forget all prefixes.  Cached pages become free; owned pages stay with their owners, private."""
+        for group in self.groups:
+            for page in group.nodes_of:
+                group.pool.unpublish(page)
+            self.num_dropped += len(group.nodes_of)
+            group.nodes_of.clear()
+            group.copies.clear()
+        self.nodes.clear()
+        self._roots.clear()
+        self.num_changes += 1
+        if self.log is not None:
+            self.log.add(Cleared())
+
+    def prune(self, node: Node) -> None:
+        """Take nodes out of the tree that hold nothing, upwards."""
+        while node.parent is not None and node.is_leaf and not any(node.pages):
+            if not node.tail:
+                if self.nodes.pop(node.key, None) is None:
+                    return  # taken out before
+            elif node.parent.tails is None or node.parent.tails.get(node.tail) is not node:
+                return
+            node.detach()
+            node = node.parent
+
+    # -- books ------------------------------------------------------------------------------------------
+
+    def check_books(self) -> None:
+        """Books of all pools balance, exactly the published pages have keys, and each can be reached."""
+        reached: list[set[int]] = [set() for _ in self.groups]
+        num_nodes = 0
+        for root in self._roots.values():
+            for node in root.below():
+                num_nodes += not node.tail
+                self._check_node(node)
+                for place, page in enumerate(node.pages):
+                    reached[place] |= {page, *self.groups[place].copies.get(node, ())} - {NULL_PAGE}
+        for group, pages in zip(self.groups, reached, strict=True):
+            group.pool.check_books()
+            keyed = set(group.nodes_of)
+            flagged = {p for p in range(group.pool.num_pages) if group.pool.is_published(p)}
+            if not keyed == flagged == pages:
+                raise ContractError(
+                    f"PagedTree: pool {group.pool.name} has published pages {sorted(flagged)}, keys for "
+                    f"{sorted(keyed)}, of which {sorted(pages)} can be reached; expected the same; publish "
+                    "through the index only"
+                )
+        if num_nodes != len(self.nodes):
+            raise ContractError(
+                f"PagedTree: {len(self.nodes)} keys, {num_nodes} of them in the tree; expected all; "
+                "this is a bug in the index"
+            )
+
+    def _check_node(self, node: Node) -> None:
+        below = [*(node.children or ()), *(node.tails or {}).values()]
+        covered = 0 if self.state < 0 else sum(is_covered(child, self.state) for child in below)
+        without_kv = not node.pages[KV] and any(node.pages)
+        if covered != node.covered_children or without_kv or not (below or any(node.pages)):
+            raise ContractError(
+                f"PagedTree: the prefix of {node.num_tokens} tokens has pages {node.pages}, "
+                f"{node.covered_children} covered children of {covered}; expected a KV page under every "
+                "other page and equal counts; this is a bug in the index"
+            )
+
+    def _root(self, root: bytes) -> Node:
+        found = self._roots.get(root)
+        if found is None:
+            found = self._roots[root] = Node(0, None, 0, len(self.groups))
+        return found
+
+    def _stored(self, place: int, node: Node) -> Stored:
+        parent = 0 if node.parent is None else node.parent.key
+        return Stored(self._name(place), node.key, parent, node.num_tokens, node.tail)
+
+    def _name(self, place: int) -> str:
+        return self.groups[place].pool.name

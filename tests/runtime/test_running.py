@@ -1,0 +1,34 @@
+"""The list of running requests and the array of their slots say the same, whoever comes and goes."""
+
+import random
+
+import numpy as np
+
+from midstream.runtime.request import Request
+from midstream.runtime.running import Running
+from midstream.runtime.sampling import SamplingParams
+from midstream.runtime.slots import SlotSampling
+
+
+def request(number: int, priority: int, slot: int) -> Request:
+    params = SamplingParams()
+    return Request(
+        request_id=number, prompt=np.zeros(1, np.int32), params=params,
+        sampling=SlotSampling(params, 0, (), 0), max_tokens=1, priority=priority, root=b"",
+        streamed=False, watched=False, slot=slot,
+    )  # fmt: skip
+
+
+def test_requests_and_slots_stay_in_order() -> None:
+    rng, running = random.Random(3), Running(6)
+    free = list(range(6))
+    for number in range(300):
+        if free and rng.random() < 0.6:
+            running.add(request(number, rng.randrange(3), free.pop(rng.randrange(len(free)))))
+        elif running.requests:
+            gone = rng.choice(running.requests)
+            running.remove(gone)
+            free.append(gone.slot)
+        requests = running.requests
+        assert requests == sorted(requests, key=lambda r: r.order)
+        assert running.slots[: len(requests)].tolist() == [r.slot for r in requests]
