@@ -23,6 +23,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,7 @@ from midstream.compiler.backend_obstacles import find_obstacle
 from midstream.compiler.fallbacks import Reason, source_line
 
 _OWN = ("aten", "prims", "prim", "profiler")  # namespaces whose meaning torch itself knows
+_BY_ADDRESS = ("aten::as_strided", "aten::as_strided_copy", "aten::as_strided_scatter")
 _READ_ONLY = ("flex_attention", "cond", "while_loop", "scan", "associative_scan", "map_impl")
 
 
@@ -88,8 +90,11 @@ def _stand_in(traced: Any, given: Any, mode: FakeTensorMode) -> Any:
     """Another tensor over the fake storage of an input, so that a new shape of it stays unknown to others."""
     if not isinstance(traced, Tensor):
         return traced
-    fake = traced if isinstance(traced, FakeTensor) else mode.from_tensor(traced)
-    return fake.detach().requires_grad_(given.requires_grad and given.is_leaf)
+    fake: Any = traced if isinstance(traced, FakeTensor) else mode.from_tensor(traced)
+    stand_in: Any = fake.detach().requires_grad_(given.requires_grad and given.is_leaf)
+    if fake.item_memo is not None:  # a float of the caller, which the graph reads back with item()
+        stand_in.item_memo = fake.item_memo
+    return stand_in
 
 
 class _Run(fx.Interpreter):
@@ -105,6 +110,7 @@ class _Run(fx.Interpreter):
         super().__init__(
             gm, garbage_collect_values=False
         )  # storages are told apart while they live
+        self._mode = mode
         self.facts = GraphFacts(num_inputs=len(inputs))
         self._kept: list[Any] = []
         self._inputs = [*inputs, *attributes]
@@ -134,6 +140,11 @@ class _Run(fx.Interpreter):
         with self._watch:
             return super().run_node(n)
 
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A stand-in here too: a number that is written in place would be written for real."""
+        value = super().get_attr(target, args, kwargs)
+        return self._mode.from_tensor(value) if isinstance(value, Tensor) else value
+
     def note_outputs(self, outputs: Sequence[Any]) -> None:
         """What the whole run shows at its end."""
         for place, shape in enumerate(self._shapes):
@@ -142,15 +153,16 @@ class _Run(fx.Interpreter):
                     Reason("an input whose shape changes in place", "give the view another name")
                 )
         written = [self._inputs[place] for place in self.facts.written]
-        self.facts.needs_backward = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in _tensors([*outputs, *written])
+        self.facts.needs_backward = any(
+            tensor.requires_grad and (torch.is_grad_enabled() or not tensor.is_leaf)
+            for tensor in _tensors([*outputs, *written])
         )
 
     def _note(self, op: Any, args: Any, kwargs: Any, result: Any) -> None:
         """An operator was called."""
         self._kept.append(result)
         self.facts.num_ops += 1
-        obstacle = find_obstacle(op, args, self._node)
+        obstacle = find_obstacle(op, args, self._node) or self._reach_of(op, args, result)
         if obstacle is not None:
             self.facts.obstacles.append(obstacle)
         written = _tensors(_written(op, args, kwargs))
@@ -162,6 +174,20 @@ class _Run(fx.Interpreter):
         else:
             self.facts.has_foreign_ops = True
             self._note_elided(written, read)
+
+    def _reach_of(self, op: Any, args: Any, result: Any) -> Reason | None:
+        """Why a view by address may show memory beside that of an argument, which is not copied with it."""
+        if op._schema.name not in _BY_ADDRESS:
+            return None
+        places = self._places.get(_storage(args[0]))
+        if not places or any(_is_within(result, self._inputs[place]) for place in places):
+            return None
+        return Reason(
+            "as_strided that may reach beside its argument",
+            "pass the whole tensor and slice it inside",
+            str(op),
+            source_line(self._node),
+        )
 
     def _note_written(self, written: Iterable[Tensor]) -> None:
         for tensor in written:
@@ -245,6 +271,25 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Any]:
         for place, argument in enumerate(op._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     ]
+
+
+def _is_within(view: Tensor, whole: Any) -> bool:
+    """Whether `view` shows nothing but elements of `whole`, for all sizes that the graph may have."""
+    begin, end = _span(view)
+    whole_begin, whole_end = _span(whole)
+    return (
+        view.dtype == whole.dtype
+        and statically_known_true(whole.numel() == whole_end - whole_begin)  # no gaps
+        and statically_known_true(begin >= whole_begin)
+        and statically_known_true(end <= whole_end)
+    )
+
+
+def _span(tensor: Tensor) -> tuple[Any, Any]:
+    """The first element in the storage, and the one behind the last."""
+    begin = tensor.storage_offset()
+    steps = [(n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
+    return begin, begin + sum(steps) + 1
 
 
 def _tensors(values: Any) -> list[Tensor]:

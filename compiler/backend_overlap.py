@@ -24,8 +24,8 @@ class OverlapCheck:
         """Whether arguments overlap as they did."""
         return not self._written or self._overlaps(inputs) == self._expected
 
-    def _overlaps(self, inputs: Sequence[Any]) -> set[tuple[int, int]]:
-        """Pairs of a written argument and one that it overlaps."""
+    def _overlaps(self, inputs: Sequence[Any]) -> set[tuple[int, int, int]]:
+        """Pairs of a written argument and one that it overlaps, with the bytes between their beginnings."""
         if not self._written:
             return set()
         ranges = {place: _range(inputs[place]) for place in self._tensors if inputs[place].numel()}
@@ -33,7 +33,7 @@ class OverlapCheck:
         if all(not _meet(one, other) for one, other in pairwise(ordered)):
             return set()
         return {
-            (place, other)
+            (place, other, range_[1] - ranges[place][1])
             for place in self._written
             for other, range_ in ranges.items()
             if other != place and place in ranges and _meet(ranges[place], range_)

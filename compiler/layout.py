@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from midstream.errors import ConfigError, UnsupportedError
+from midstream.errors import CapacityError, ConfigError, UnsupportedError
 from midstream.ops.registry import LAUNCH_ALIGN
 
 
@@ -93,12 +93,14 @@ class StateLayout:
         return next(region for region in self.regions if region.state.layer == layer)
 
     def allocate(self, num_pages: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
-        """Zeroed arenas: temporal [N, E] and conv [N, E]."""
-        temporal = (num_pages, self.temporal_elements)
-        conv = (num_pages, self.conv_elements)
+        """Zeroed arenas: temporal [N, E] and conv [N, E].
+
+        Raises:
+            CapacityError: when the device has no room for them.
+        """
         return (
-            torch.zeros(temporal, dtype=self.temporal_dtype, device=device),
-            torch.zeros(conv, dtype=self.conv_dtype, device=device),
+            _zeros("states", num_pages, self.temporal_elements, self.temporal_dtype, device),
+            _zeros("convolution windows", num_pages, self.conv_elements, self.conv_dtype, device),
         )
 
     def conv_table(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
@@ -152,8 +154,25 @@ class KvLayout:
         return self.layers.index(layer) * self.region_elements
 
     def allocate(self, num_pages: int, device: torch.device | str) -> Tensor:
-        """Zeroed arena [N, E]."""
-        return torch.zeros((num_pages, self.page_elements), dtype=self.dtype, device=device)
+        """Zeroed arena [N, E].
+
+        Raises:
+            CapacityError: when the device has no room for it.
+        """
+        return _zeros("keys and values", num_pages, self.page_elements, self.dtype, device)
+
+
+def _zeros(
+    what: str, num_pages: int, elements: int, dtype: torch.dtype, device: torch.device | str
+) -> Tensor:
+    try:
+        return torch.zeros((num_pages, elements), dtype=dtype, device=device)
+    except RuntimeError as error:
+        size = num_pages * elements * dtype.itemsize
+        raise CapacityError(
+            f"pools: {num_pages:,} pages for {what} take {size / 2**30:,.1f} GiB, which {device} does not "
+            "have; expected pools that fit beside the model; ask for fewer rows, pages or tokens"
+        ) from error
 
 
 def aligned(elements: int, dtype: torch.dtype) -> int:

@@ -54,7 +54,12 @@ class ModelCall:
             found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
             raise ConfigError(
                 f"midstream.compile: input_ids is {found}, expected token ids [batch, columns] with at "
-                "least one of each; pass input_ids=..."
+                "least one of each; pass input_ids=..., to generate with a kept cache the whole sequence"
+            )
+        if ids.dtype not in (torch.int64, torch.int32):
+            raise ConfigError(
+                f"midstream.compile: input_ids are {ids.dtype}, expected token ids of torch.int64; pass "
+                "what the tokenizer returns"
             )
         return_dict = arguments.get("return_dict")
         return ModelCall(
@@ -118,7 +123,8 @@ class ModelCall:
             if not np.array_equal(found, np.arange(start, start + len(found))):
                 raise UnsupportedError(
                     f"midstream.compile: position_ids of row {row} are {found[:8].tolist()}..., expected "
-                    f"{start}, {start + 1}, ... over its tokens; leave position_ids out"
+                    f"{start}, {start + 1}, ... over its tokens; leave position_ids out, and give "
+                    "generate the whole sequence, the tokens of a kept cache included, with its mask or none"
                 )
 
     def kept_columns(self, mask: Mask | None) -> list[int]:

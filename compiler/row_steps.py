@@ -11,7 +11,6 @@ L vocabulary.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Sequence
 
@@ -47,7 +46,7 @@ class RowSteps:
         self.graphs: dict[int, Captured] = {}  # by batch size
         self._capturer = capturer
         self._logits: dict[int, Tensor] = {}  # [B, L] of captured steps
-        self._staged: weakref.ref[MidstreamCache] | None = None  # whose rows the tensors describe
+        self._staged: tuple[list[int], list[int]] | None = None  # rows, lengths as the tensors say
         self._parameters = ParameterWatch(lowered.model)
 
     def decode(self, cache: MidstreamCache, token_id: Tensor) -> Tensor:
@@ -60,9 +59,9 @@ class RowSteps:
         rows = len(cache.rows)
         if self._capturer is not None and rows not in self.graphs:
             self._capture(rows, self._capturer)
-        if self._staged is None or self._staged() is not cache:
+        if self._staged != (cache.rows, cache.lengths):
             self.memory.stage(cache.rows, cache.lengths)
-            self._staged = weakref.ref(cache)
+        self._staged = None  # until the step has been enqueued
         self.memory.token_id[:rows].copy_(token_id)
         graph = self.graphs.get(rows)
         if graph is None:
@@ -74,6 +73,7 @@ class RowSteps:
             logits = self._logits[rows].clone()
         cache.lengths = [length + 1 for length in cache.lengths]
         cache.num_columns += 1
+        self._staged = list(cache.rows), cache.lengths  # a cache never writes into its lengths
         return logits
 
     def prefill(

@@ -38,7 +38,8 @@ def check_model(model: Any) -> Family:
     if any(BINDING in vars(module) for module in model.modules()):
         raise ContractError(
             f"lower: this {name} is lowered already, expected a model as transformers built it; "
-            "close() the Engine that serves it, or undo() the LoweredModel that holds it"
+            "close() the Engine that serves it, or undo() what compile or lower of midstream returned; "
+            "where that is lost, load the model again"
         )
     if model.training:
         raise ConfigError(f"lower: {name} is in training mode, expected eval; call model.eval()")

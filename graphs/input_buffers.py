@@ -50,7 +50,7 @@ def narrowing(tensor: Tensor) -> _Narrow:
     if not any(stride == 0 and size > 1 for size, stride in pairs):
         return _as_it_is
     shape = [1 if stride == 0 else size for size, stride in pairs]
-    return lambda given: given.as_strided(shape, given.stride(), given.storage_offset())
+    return lambda given: given.as_strided(shape, given.stride())
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def num_holders(tensor: Tensor) -> int:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether its memory was made, or is seen, by somebody whom torch does not count: numpy, another process."""
+    """Whether somebody whom torch does not count made or sees its memory: numpy, another process."""
     storage = tensor.untyped_storage()
     return not storage.resizable() or (not tensor.is_cuda and storage.is_shared())
 

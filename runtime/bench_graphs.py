@@ -146,6 +146,8 @@ def _point(
             timing = measure(step, calls)
     except torch.OutOfMemoryError:
         return Point(rows, path, why_not="out of memory")
+    except ValueError as error:  # e.g. transformers' static cache of a model without attention
+        return Point(rows, path, why_not=first_line(error))
     graph = compiled.stats()["graphs"].get(rows) if compiled is not None else None
     return Point(rows, path, timing, GraphCost(**graph) if graph else None)
 

@@ -4,6 +4,7 @@ One decode step as `midstream bench graphs` compares it, and how a step is measu
     eager            transformers' forward with its static cache
     compile          the same under torch.compile(dynamic=False)
     reduce-overhead  the same under torch.compile(mode="reduce-overhead")
+    backend          the same under torch.compile(backend="midstream")
     midstream        the step of midstream.compile: captured where there is a GPU
 """
 
@@ -19,12 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from midstream.compiler.backend import midstream_backend
 from midstream.compiler.compiled import CompiledModel, compile
 from midstream.compiler.lowering import cache_argument
 from midstream.graphs.kernels import idle_share, kernels_of
 
-PATHS = ("eager", "compile", "reduce-overhead", "midstream")
-SLOW_PATHS = ("compile", "reduce-overhead")  # minutes for a model of a billion parameters
+PATHS = ("eager", "compile", "reduce-overhead", "backend", "midstream")
+SLOW_PATHS = (
+    "compile",
+    "reduce-overhead",
+    "backend",
+)  # minutes for a model of a billion parameters
 MAX_LEN = 1024
 _PROMPT = 16
 _PROFILED = 5  # calls
@@ -64,6 +70,8 @@ def decoding(path: str, model: Any, compiled: CompiledModel | None, rows: int) -
         run = torch.compile(model, dynamic=False)
     elif path == "reduce-overhead":
         run = torch.compile(model, dynamic=False, mode="reduce-overhead")
+    elif path == "backend":
+        run = torch.compile(model, dynamic=False, backend=midstream_backend)
     yield _step(model, run, StaticCache(config=model.config, max_cache_len=MAX_LEN), rows)
     torch._dynamo.reset()
 

@@ -67,7 +67,7 @@ class PlanRows:
 class StepPlan:
     """Rows of a step: the chunks first, then the decoding rows.
 
-    The scheduler's row arrays rotate: a plan is void when it is three plans old.
+    The row arrays of a plan that is over may be those of a later one.
     """
 
     arrays: PlanRows

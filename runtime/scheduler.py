@@ -26,9 +26,6 @@ from midstream.runtime.request import Phase, Request
 from midstream.runtime.running import Running
 from midstream.runtime.slots import SlotLayout
 
-_NUM_AREAS = 4  # of rows, that rotate: two steps in flight, one being planned, one to spare
-
-
 class Scheduler:
     """Owner of the live requests' order."""
 
@@ -55,8 +52,7 @@ class Scheduler:
         self._prefilling: list[Request] = []  # those of them that have known tokens left, in order
         self._pass = 0
         self._flight: StepPlan | None = None  # the latest step; over once it is committed or lost
-        self._areas = [PlanRows(layout.num_slots) for _ in range(_NUM_AREAS)]
-        self._turn = 0  # of the areas
+        self._plans: list[StepPlan] = []  # whose row arrays are used again once they are over
         self._passes = DecodePasses(live, ownership, self._running, checkpoints.boundaries)
 
     @property
@@ -90,7 +86,8 @@ class Scheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        plan = StepPlan(self._areas[self._turn])
+        plan = StepPlan(self._take_arrays())
+        self._plans.append(plan)
         try:
             self._fill(plan)
         except BaseException:
@@ -100,8 +97,15 @@ class Scheduler:
             self.ownership.give_back(plan)
             return None
         self._flight = plan
-        self._turn = (self._turn + 1) % _NUM_AREAS
         return plan
+
+    def _take_arrays(self) -> PlanRows:
+        """Row arrays of a plan that is over, or new ones."""
+        for place, plan in enumerate(self._plans):
+            if plan.is_over:
+                del self._plans[place]
+                return plan.arrays
+        return PlanRows(self.layout.num_slots)
 
     def _fill(self, plan: StepPlan) -> None:
         self._pass += 1

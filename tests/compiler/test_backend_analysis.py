@@ -138,6 +138,16 @@ def test_a_view_by_address_that_may_leave_its_argument_is_a_reason(cut):
     assert "as_strided that may reach beside its argument" in str(graph.skipped)
 
 
+def test_a_number_that_the_graph_holds_itself_is_not_written_by_the_analysis():
+    parameter = drawn(3).requires_grad_()
+    parameter.grad = drawn(3, seed=1)
+    optimizer = torch.optim.Adam([parameter])
+    watched = Watched(optimizer.step)
+    for steps in (1, 2, 3):
+        watched._compiled()
+        assert optimizer.state[parameter]["step"] == steps
+
+
 def test_a_view_by_address_inside_of_its_argument_is_recorded():
     def staying(x):
         return torch.as_strided(x, (2, 3), (1, 2), 1) + 1

@@ -109,6 +109,20 @@ def test_h5_views_that_overlap_later_see_each_others_writes():
     assert counters["midstream"]["calls_with_other_overlaps"] == 1
 
 
+def test_h5_views_that_overlap_by_more_or_less_than_when_compiled_see_each_others_writes():
+    def double(one, other):
+        one.add_(1)
+        other.mul_(2)
+        return one + other
+
+    watched = Watched(double, INDUCTOR)
+    pool, expected = torch.ones(12), torch.ones(12)
+    for start in (2, 1, 3, 2):
+        found = watched(pool[2:6], pool[start : start + 4])
+        assert torch.equal(found, double(expected[2:6], expected[start : start + 4]))
+        assert torch.equal(pool, expected)
+
+
 def test_a_failure_of_inductor_says_who_and_how_to_do_without():
     def fails(*args, **kwargs):
         raise RuntimeError("no compiler for C++ here")

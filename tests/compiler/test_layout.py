@@ -9,7 +9,7 @@ import torch
 from tiny_models import build
 
 from midstream.compiler import KvLayout, LayerState, StateLayout, lower
-from midstream.errors import ConfigError, UnsupportedError
+from midstream.errors import CapacityError, ConfigError, UnsupportedError
 from midstream.ops.registry import LAUNCH_ALIGN
 
 _LAYERS = [
@@ -82,3 +82,9 @@ def test_a_model_states_its_own_layout() -> None:
     assert lowered.layout.conv_dtype is torch.bfloat16
     assert lowered.layout.regions[0].state.temporal_shape == (4, 16, 24)
     assert lowered.kv_layout == KvLayout((2,), 2, 16, torch.bfloat16, 32)
+
+
+def test_pools_that_no_machine_holds_are_refused_with_their_size() -> None:
+    layout = StateLayout.of(_LAYERS, torch.float32, torch.bfloat16, 0)
+    with pytest.raises(CapacityError, match=r"10,000,000,000,000 pages for states take .* GiB"):
+        layout.allocate(10**13, "cpu")

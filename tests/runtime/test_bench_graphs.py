@@ -43,6 +43,15 @@ def test_every_path_has_a_line_for_each_number_of_rows(sizes_file, capsys):
     assert all(float(line.split()[6]) > 0 for line in timed)
 
 
+def test_a_path_that_refuses_the_model_says_why_and_the_others_are_measured(tmp_path, capsys):
+    path = tmp_path / "sizes.json"
+    path.write_text(json.dumps(SIZES | {"attn_layer_indices": []}))
+    assert bench(path, "--rows", "1") == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert "ttention" in lines["eager"]
+    assert float(lines["midstream"].split()[6]) > 0
+
+
 def test_a_folder_is_measured_and_json_and_plot_hold_the_figures(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     folder, out = tmp_path / "model", tmp_path / "deep" / "out"
