@@ -26,6 +26,7 @@ from midstream.runtime.request import Phase, Request
 from midstream.runtime.running import Running
 from midstream.runtime.slots import SlotLayout
 
+
 class Scheduler:
     """Owner of the live requests' order."""
 

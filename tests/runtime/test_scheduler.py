@@ -472,6 +472,20 @@ def test_a_slot_taken_over_in_flight_keeps_the_old_owners_results_out() -> None:
     assert rig.done == {1: answer(text(3, seed=1), 5)}
 
 
+def test_a_step_in_flight_keeps_its_rows_however_many_launches_fail_behind_it() -> None:
+    rig = Rig(Case(max_step_tokens=64))
+    rig.add(text(5), 1)
+    first = planned(rig)
+    rows = first.arrays.rows.copy()
+    rig.launch(first)
+    for number in range(9):
+        rig.add(text(3, seed=number), 1)
+        rig.break_step(planned(rig))
+        assert (first.arrays.rows == rows).all()
+    rig.run()
+    assert rig.done == {0: answer(text(5), 1)}
+
+
 def test_pages_that_a_step_reads_come_back_when_it_is_committed() -> None:
     rig = Rig()
     rig.serve(text(17), 1)
