@@ -23,7 +23,9 @@ MAX_REGISTERS = 255  # of a thread: what the instruction set can name
 MAX_STREAMING_REGISTERS = 128  # 65536 registers of an SM / 16 warps / 32 threads
 
 _SAMPLE = "32 logits, their noise and 4 counter words a thread; one scan of the logits a step"
-_COLUMNS = "whole columns of 128 keys, so that sums between warps are few; faster than smaller tiles"
+_COLUMNS = (
+    "whole columns of 128 keys, so that sums between warps are few; faster than smaller tiles"
+)
 _SCAN = "a thread keeps its states over all tokens of a row; the exponentials are the bound"
 
 # (op, kernel): registers, why the kernel may need more than its op's bound
