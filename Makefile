@@ -36,7 +36,7 @@ test-hf-old: RUN_OLD = env PYTHONPATH=$(abspath $(VENV))/hf-$(HF_OLD) $(RUN)
 test-hf-old: $(READY) $(READY_OLD)
 	@$(RUN_OLD) -c 'import transformers as t; assert t.__version__.startswith("$(HF_OLD)."), t.__version__; \
 	print(f"older release: transformers {t.__version__}")'
-	@$(RUN_OLD) $(PYTEST) tests/compiler tests/runtime/test_tokens.py
+	@$(RUN_OLD) $(PYTEST) $$(grep -lE 'transformers|tiny_models' tests/compiler/test_*.py) tests/runtime/test_tokens.py
 
 demo: $(READY)
 	@$(RUN) bench/demo.py
