@@ -40,6 +40,9 @@ from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 NORM_EPS = 1e-6  # added to the squared length inside the root, as transformers does
 MAX_KEY_WIDTH = 256  # a program holds whole columns of the state
 _START = 192  # element at which the region of a case starts
+_INTERPRETED = tl.constexpr(
+    triton.knobs.runtime.interpret
+)  # which adds tuples one element at a time
 _FEW_ROWS = 8  # below, small tiles keep all processors busy
 
 
@@ -92,8 +95,12 @@ def delta_rule_token(state, q, k, v, g, beta, SCALE: tl.constexpr, EPS: tl.const
     state *= tl.exp(g)
     # Sums between warps wait for each other, so there are two of them and not five: over the old state,
     # so that none needs the update, and over keys and queries before they are scaled.
-    kk, qq, qk = tl.reduce((k * k, q * q, q * k), 0, _add_three)
-    along_k, along_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
+    if _INTERPRETED:
+        kk, qq, qk = tl.sum(k * k, 0), tl.sum(q * q, 0), tl.sum(q * k, 0)
+        along_k, along_q = tl.sum(state * k[:, None], 0), tl.sum(state * q[:, None], 0)
+    else:
+        kk, qq, qk = tl.reduce((k * k, q * q, q * k), 0, _add_three)
+        along_k, along_q = tl.reduce((state * k[:, None], state * q[:, None]), 0, _add_two)
     k_scale = tl.rsqrt(kk + EPS)
     q_scale = tl.rsqrt(qq + EPS) * SCALE
     update = beta * (v - k_scale * along_k)
