@@ -175,7 +175,7 @@ def failing(pool: PagePool, calls: int):  # type: ignore[no-untyped-def]
 
 _LONG = os.environ.get("MIDSTREAM_LONG_TESTS") == "1"
 CacheMachine.TestCase.settings = settings(
-    max_examples=27_000 if _LONG else 400,  # of 38 steps in the mean
+    max_examples=27_000 if _LONG else 540,  # of 38 steps in the mean
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
