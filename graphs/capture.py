@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 import traceback
 import warnings
 import weakref
@@ -15,8 +14,7 @@ import torch
 
 from midstream.errors import ContractError, MidstreamError
 from midstream.graphs import driver
-from midstream.graphs.addresses import check_addresses as check_addresses  # public from here too
-from midstream.graphs.captured import Addresses, Step
+from midstream.graphs.captured import Addresses, Captured, Step, capture_whole
 
 _log = logging.getLogger("midstream.graphs")
 
@@ -74,25 +72,14 @@ class GraphCapture:
         self._reserved = 0  # bytes of the allocator when the open capture began
         self._warm_ups = 2
 
-    def capture(self, step: Step, addresses: Addresses, name: str) -> CudaGraph:
+    def capture(self, step: Step, addresses: Addresses, name: str) -> Captured:
         """Run `step` to warm it up, record it, and return what replays it.
 
         Raises:
             ContractError: when a bound buffer moved (a graph would go on reading the old one), or when
                 the step does what cannot be recorded, naming the line that did.
         """
-        begin, before = time.perf_counter(), dict(addresses())
-        with self.recording(name):
-            self.warm_up(step)
-            self.begin()
-            step()
-            graph = self.end(name)
-        try:
-            check_addresses(before, addresses(), name)
-        except ContractError:
-            graph.release()
-            raise
-        graph.seconds = time.perf_counter() - begin
+        graph = capture_whole(self, step, addresses, name)
         _log.info(
             "captured %s: %d nodes, %.0f ms, %.1f MB",
             name, graph.num_nodes, 1e3 * graph.seconds, graph.memory_bytes / 1e6,

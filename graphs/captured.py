@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-Addresses = Callable[
-    [], Mapping[str, int]
-]  # data pointers of all buffers that a graph binds, by name
+from midstream.errors import ContractError
+from midstream.graphs.addresses import check_addresses
+
+Addresses = Callable[[], Mapping[str, int]]  # of all buffers that a graph binds, by name
 Step = Callable[[], None]  # enqueues work of fixed shapes on the current stream; waits for nothing
 
 
@@ -70,3 +72,20 @@ class Recorder(Capturer, Protocol):
 
     def enqueuing(self, work: Step) -> Step:
         """What runs `work` in order with the graphs of this recorder: the work between them."""
+
+
+def capture_whole(recorder: Recorder, step: Step, addresses: Addresses, name: str) -> Captured:
+    """`Capturer.capture` of a recorder that records a step as one graph."""
+    begin, before = time.perf_counter(), dict(addresses())
+    with recorder.recording(name):
+        recorder.warm_up(step)
+        recorder.begin()
+        step()
+        graph = recorder.end(name)
+    try:
+        check_addresses(before, addresses(), name)
+    except ContractError:
+        graph.release()
+        raise
+    graph.seconds = time.perf_counter() - begin
+    return graph

@@ -10,15 +10,13 @@ here, or an error that says which.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 from midstream.errors import ContractError
-from midstream.graphs.addresses import check_addresses
-from midstream.graphs.captured import Addresses, Step
+from midstream.graphs.captured import Addresses, Captured, Step, capture_whole
 from midstream.graphs.emulated_queue import EmulatedQueue
 from midstream.ops.tape import Memory, Tape
 from midstream.ops.tape_recorder import Recorder
@@ -36,25 +34,13 @@ class EmulatedCapture:
         self._recorder = Recorder()
         self._kept: frozenset[int] = frozenset()  # memory that the open recording must leave alone
 
-    def capture(self, step: Step, addresses: Addresses, name: str) -> EmulatedGraph:
+    def capture(self, step: Step, addresses: Addresses, name: str) -> Captured:
         """Run `step` to warm it up, record it, and return what replays it.
 
         Raises:
             ContractError: when a bound buffer moved, or the step does what a captured graph cannot hold.
         """
-        begin, before = time.perf_counter(), dict(addresses())
-        with self.recording(name):
-            self.warm_up(step)
-            self.begin()
-            step()
-            graph = self.end(name)
-        try:
-            check_addresses(before, addresses(), name)
-        except ContractError:
-            graph.release()
-            raise
-        graph.seconds = time.perf_counter() - begin
-        return graph
+        return capture_whole(self, step, addresses, name)
 
     @contextmanager
     def recording(self, name: str) -> Iterator[None]:
