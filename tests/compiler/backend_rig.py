@@ -61,6 +61,27 @@ class Recurrent(nn.Module):
         return torch.tanh(state)
 
 
+class TwoLayers(nn.Module):
+    """Returns its states instead of writing them: they come back as the arguments of the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Recurrent(seed=seed) for seed in (1, 2))
+
+    def forward(self, x: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        new: list[Tensor] = []
+        for layer, state in zip(self.layers, states, strict=True):
+            new.append(state * 0.5 + x @ layer.weight)
+            x = torch.tanh(new[-1])
+        return x, new
+
+
+def decay(x: Tensor, state: Tensor) -> Tensor:
+    """The least recurrent function."""
+    state.mul_(0.5).add_(x)
+    return state.sum(-1)
+
+
 def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 

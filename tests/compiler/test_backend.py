@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from backend_rig import EMULATED, Recurrent, Watched, check_steps, drawn
+from backend_rig import EMULATED, Recurrent, Watched, check_steps, decay, drawn
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -29,16 +29,11 @@ def _compiled(function, **options):
     return torch.compile(function, backend=midstream_backend, options={**EMULATED, **options})
 
 
-def _decay(x, state):
-    state.mul_(0.5).add_(x)
-    return state.sum(-1)
-
-
 def _steps(num, *shape):
     return [(drawn(*shape, seed=n),) for n in range(num)]
 
 
-@pytest.mark.parametrize("make", [lambda: _decay, Recurrent], ids=["function", "module"])
+@pytest.mark.parametrize("make", [lambda: decay, Recurrent], ids=["function", "module"])
 def test_replays_equal_eager_and_write_the_callers_own_state(make):
     plain = make()
     watched = Watched(copy.deepcopy(plain))
@@ -50,22 +45,22 @@ def test_replays_equal_eager_and_write_the_callers_own_state(make):
 
 
 def test_a_state_of_a_new_owner_is_written_and_the_former_one_left_alone():
-    watched = Watched(_decay)
+    watched = Watched(decay)
     for seed in range(3):
         before = drawn(4, seed=9)
         state = drawn(4, seed=seed)
-        check_steps(watched, _decay, [state], _steps(3, 4))
+        check_steps(watched, decay, [state], _steps(3, 4))
         kept = state.clone()
-        check_steps(watched, _decay, [before], _steps(2, 4))
+        check_steps(watched, decay, [before], _steps(2, 4))
         assert torch.equal(state, kept)
     assert len(watched.graphs) == 1
 
 
 @pytest.mark.parametrize("dynamic", [None, True, False])
 def test_sizes_are_numbers_and_each_is_one_recording(dynamic):
-    watched = Watched(_decay, dynamic=dynamic)
+    watched = Watched(decay, dynamic=dynamic)
     for rows in (2, 3, 5, 3, 2):
-        check_steps(watched, _decay, [drawn(rows, 4)], _steps(2, rows, 4))
+        check_steps(watched, decay, [drawn(rows, 4)], _steps(2, rows, 4))
     assert len(watched.graphs) == {None: 2, True: 1, False: 3}[dynamic]
     assert watched.num_recordings == {None: 4, True: 3, False: 3}[dynamic]  # None: 2 rows twice
     assert watched.num_eager == 0
@@ -73,7 +68,7 @@ def test_sizes_are_numbers_and_each_is_one_recording(dynamic):
 
 @pytest.mark.parametrize("shape", [(1, 4), (0, 4), (1, 1)], ids=str)
 def test_sizes_0_and_1_are_calls_like_others(shape):
-    check_steps(Watched(_decay, dynamic=True), _decay, [drawn(*shape)], _steps(3, *shape))
+    check_steps(Watched(decay, dynamic=True), decay, [drawn(*shape)], _steps(3, *shape))
 
 
 def test_layers_are_analysed_with_sizes_that_are_symbols():
@@ -95,7 +90,7 @@ def test_calls_without_gradients_are_recorded(guard):
 
 
 def test_a_function_that_needs_no_gradients_is_recorded_in_any_mode():
-    watched = Watched(_decay)
+    watched = Watched(decay)
     for x in _steps(3, 4):
         watched._compiled(*x, torch.zeros(4))
     assert watched.num_replays == 3
@@ -133,7 +128,7 @@ def test_fullgraph_and_graph_breaks_both_work():
         torch._dynamo.graph_break()
         return state * 2
 
-    check_steps(Watched(_decay, fullgraph=True), _decay, [drawn(4)], _steps(3, 4))
+    check_steps(Watched(decay, fullgraph=True), decay, [drawn(4)], _steps(3, 4))
     watched = Watched(broken)
     check_steps(watched, broken, [drawn(4)], _steps(3, 4))
     assert len(watched.graphs) == 2
@@ -141,21 +136,21 @@ def test_fullgraph_and_graph_breaks_both_work():
 
 
 def test_reset_drops_all_recordings_and_calls_record_again():
-    watched = Watched(_decay)
+    watched = Watched(decay)
     state = drawn(4)
-    compiled = _compiled(_decay)
-    check_steps(watched, _decay, [state], _steps(2, 4))
+    compiled = _compiled(decay)
+    check_steps(watched, decay, [state], _steps(2, 4))
     compiled(drawn(4), state)  # torch resets the backends that it compiled with
     held = [graph.recorded for graph in watched.graphs]
     assert [calls.num_recordings for calls in held] == [1]
     torch._dynamo.reset()
     assert [calls.num_recordings for calls in held] == [0]
-    check_steps(watched, _decay, [state], _steps(2, 4))
+    check_steps(watched, decay, [state], _steps(2, 4))
     assert len(watched.graphs) == 2
 
 
 def test_a_function_that_is_dropped_gives_back_its_recordings():
-    watched = Watched(_decay)
+    watched = Watched(decay)
     watched(drawn(4), drawn(4))
     capturer = watched.graphs[0].recorded._capturer
     before = len(capturer._graphs)
@@ -165,7 +160,7 @@ def test_a_function_that_is_dropped_gives_back_its_recordings():
 
 
 def test_two_threads_may_compile_and_call_at_once():
-    compiled = _compiled(_decay)
+    compiled = _compiled(decay)
     failures = []
 
     def work(seed):
@@ -173,7 +168,7 @@ def test_two_threads_may_compile_and_call_at_once():
         expected = state.clone()
         for (x,) in _steps(20, 4):
             with torch.inference_mode():
-                if not torch.equal(compiled(x, state), _decay(x, expected)):
+                if not torch.equal(compiled(x, state), decay(x, expected)):
                     failures.append(seed)
         if not torch.equal(state, expected):
             failures.append(seed)
@@ -191,9 +186,9 @@ def test_two_threads_may_compile_and_call_at_once():
 )
 def test_each_mode_gives_the_same_results_and_records_as_it_says(mode):
     with torch.inference_mode():
-        graph = _graph_of(_decay, BackendOptions(mode=mode, **EMULATED))
+        graph = _graph_of(decay, BackendOptions(mode=mode, **EMULATED))
     assert (graph.recorded is not None) == (mode != "max-autotune-no-cudagraphs")
-    check_steps(lambda x, s: graph.call(s, x)[0], _decay, [drawn(4)], _steps(3, 4))
+    check_steps(lambda x, s: graph.call(s, x)[0], decay, [drawn(4)], _steps(3, 4))
     assert "cudagraph_skips" not in counters["inductor"]
 
 
@@ -213,13 +208,13 @@ def _graph_of(function, settings):
 
 
 def test_the_mode_of_torch_compile_arrives():
-    torch.compile(_decay, backend=midstream_backend, mode="reduce-overhead")  # nothing compiled yet
+    torch.compile(decay, backend=midstream_backend, mode="reduce-overhead")  # nothing compiled yet
     with pytest.raises(BackendCompilerFailed, match="mode is 'fast', expected one of default"):
-        torch.compile(_decay, backend=midstream_backend, mode="fast")(drawn(4), drawn(4))
+        torch.compile(decay, backend=midstream_backend, mode="fast")(drawn(4), drawn(4))
 
 
 def test_bad_options_fail_with_our_message_first():
-    compiled = torch.compile(_decay, backend=midstream_backend, options={"iner": "eager"})
+    compiled = torch.compile(decay, backend=midstream_backend, options={"iner": "eager"})
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(drawn(4), drawn(4))
     head = str(caught.value).splitlines()[1]
@@ -230,18 +225,18 @@ def test_bad_options_fail_with_our_message_first():
 def test_equal_options_share_compiled_code_and_pickled_ones_are_equal():
     options = BackendOptions(**EMULATED)
     for given in (options, pickle.loads(pickle.dumps(options)), copy.copy(options)):
-        torch.compile(_decay, backend=midstream_backend, options=given)(drawn(4), drawn(4))
+        torch.compile(decay, backend=midstream_backend, options=given)(drawn(4), drawn(4))
     assert counters["midstream"]["graphs_compiled"] == 1
     torch.compile(
-        _decay, backend=midstream_backend, options=BackendOptions(max_recordings=2, **EMULATED)
+        decay, backend=midstream_backend, options=BackendOptions(max_recordings=2, **EMULATED)
     )(drawn(4), drawn(4))
     assert counters["midstream"]["graphs_compiled"] == 2
 
 
 @torch._dynamo.config.patch(suppress_errors=True)
 def test_suppressed_errors_leave_an_eager_result_and_an_untouched_state():
-    compiled = torch.compile(_decay, backend=midstream_backend, options={"iner": "eager"})
-    check_steps(compiled, _decay, [drawn(4)], _steps(2, 4))
+    compiled = torch.compile(decay, backend=midstream_backend, options={"iner": "eager"})
+    check_steps(compiled, decay, [drawn(4)], _steps(2, 4))
     assert "recordings" not in counters["midstream"]
 
 
@@ -256,8 +251,8 @@ class _FailingCapturer:
 
 def test_a_capture_that_fails_is_counted_once_per_call_and_the_call_runs_right(monkeypatch):
     monkeypatch.setattr(backend_graph, "capturer_of", lambda device: _FailingCapturer())
-    watched = Watched(_decay)
-    check_steps(watched, _decay, [drawn(4)], _steps(3, 4))
+    watched = Watched(decay)
+    check_steps(watched, decay, [drawn(4)], _steps(3, 4))
     assert (watched.num_recordings, watched.num_eager) == (0, 3)
     (reason,) = watched.graphs[0].events.eager
     assert "nothing can be captured here" in reason
@@ -266,7 +261,7 @@ def test_a_capture_that_fails_is_counted_once_per_call_and_the_call_runs_right(m
 
 def test_strict_mode_raises_where_a_capture_fails(monkeypatch):
     monkeypatch.setattr(backend_graph, "capturer_of", lambda device: _FailingCapturer())
-    watched = Watched(_decay, {**EMULATED, "on_unsupported": "error"})
+    watched = Watched(decay, {**EMULATED, "on_unsupported": "error"})
     state = drawn(4)
     with pytest.raises(ContractError, match="nothing can be captured here"):
         watched(drawn(4), state)
@@ -275,8 +270,8 @@ def test_strict_mode_raises_where_a_capture_fails(monkeypatch):
 
 def test_calls_run_eagerly_where_there_is_no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    watched = Watched(_decay, {"inner": "eager"})
-    check_steps(watched, _decay, [drawn(4)], _steps(2, 4))
+    watched = Watched(decay, {"inner": "eager"})
+    check_steps(watched, decay, [drawn(4)], _steps(2, 4))
     assert watched.graphs[0].recorded is None
     assert counters["inductor"]["cudagraph_skips"] == 1
 
@@ -284,7 +279,7 @@ def test_calls_run_eagerly_where_there_is_no_gpu(monkeypatch):
 def test_strict_mode_needs_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(BackendCompilerFailed, match="skipping cudagraphs due to no GPU"):
-        Watched(_decay, {"inner": "eager", "on_unsupported": "error"})(drawn(4), drawn(4))
+        Watched(decay, {"inner": "eager", "on_unsupported": "error"})(drawn(4), drawn(4))
 
 
 def test_buffers_of_a_module_are_state_and_a_new_weight_is_a_new_recording():

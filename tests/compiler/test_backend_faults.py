@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from backend_rig import EMULATED, Recurrent, Watched, check_steps, drawn
-from torch import nn
+from backend_rig import EMULATED, Recurrent, TwoLayers, Watched, check_steps, drawn
 from torch._dynamo.utils import counters
 
 from midstream.compiler.backend import midstream_backend
@@ -17,21 +16,6 @@ def _as_new():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-class TwoLayers(nn.Module):
-    """Returns its states instead of writing them: they come back as the arguments of the next call."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Recurrent(seed=seed) for seed in (1, 2))
-
-    def forward(self, x, states):
-        new = []
-        for layer, state in zip(self.layers, states, strict=True):
-            new.append(state * 0.5 + x @ layer.weight)
-            x = torch.tanh(new[-1])
-        return x, new
 
 
 def test_h1_a_state_that_is_returned_and_fed_back_is_never_overwritten():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from backend_rig import Recurrent, Watched, check_steps, drawn
+from backend_rig import Recurrent, TwoLayers, Watched, check_steps, decay, drawn
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -30,16 +30,11 @@ def _drawn(*shape, seed=0):
     return drawn(*shape, seed=seed).to(CUDA)
 
 
-def _decay(x, state):
-    state.mul_(0.5).add_(x)
-    return state.sum(-1)
-
-
 def _steps(num, *shape):
     return [(_drawn(*shape, seed=n),) for n in range(num)]
 
 
-@pytest.mark.parametrize("make", [lambda: _decay, Recurrent], ids=["function", "module"])
+@pytest.mark.parametrize("make", [lambda: decay, Recurrent], ids=["function", "module"])
 def test_a_replay_equals_eager_bit_for_bit_and_writes_the_state_in_place(make):
     plain = make()
     plain = plain.to(CUDA) if isinstance(plain, nn.Module) else plain
@@ -53,31 +48,16 @@ def test_a_replay_equals_eager_bit_for_bit_and_writes_the_state_in_place(make):
 
 
 def test_a_new_owner_is_adopted_and_the_former_one_keeps_its_state():
-    watched = Watched(_decay, EAGER)
+    watched = Watched(decay, EAGER)
     first, second = _drawn(4, seed=1), _drawn(4, seed=2)
-    check_steps(watched, _decay, [first], _steps(3, 4))
+    check_steps(watched, decay, [first], _steps(3, 4))
     kept = first.clone()
-    check_steps(watched, _decay, [second], _steps(3, 4))
+    check_steps(watched, decay, [second], _steps(3, 4))
     assert torch.equal(first, kept)
-    check_steps(watched, _decay, [first], _steps(3, 4))
+    check_steps(watched, decay, [first], _steps(3, 4))
     assert len(watched.graphs) == 1
     assert counters["midstream"]["adoptions"] >= 1
     assert watched.num_eager == 0
-
-
-class TwoLayers(nn.Module):
-    """Returns its states instead of writing them."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Recurrent(seed=seed) for seed in (1, 2))
-
-    def forward(self, x, states):
-        new = []
-        for layer, state in zip(self.layers, states, strict=True):
-            new.append(state * 0.5 + x @ layer.weight)
-            x = torch.tanh(new[-1])
-        return x, new
 
 
 def test_h1_a_state_that_is_returned_and_fed_back_is_never_overwritten():
@@ -113,7 +93,7 @@ def test_h1_two_compiled_functions_may_be_chained():
 
 
 def test_calls_on_a_second_stream_wait_for_each_other():
-    watched = Watched(_decay, EAGER)
+    watched = Watched(decay, EAGER)
     state = torch.zeros(1 << 22, device=CUDA)
     expected = state.clone()
     inputs = [_drawn(1, seed=n).expand(1 << 22).contiguous() for n in range(8)]
@@ -125,7 +105,7 @@ def test_calls_on_a_second_stream_wait_for_each_other():
             found.append(watched(x, state))
     torch.cuda.synchronize(CUDA)
     with torch.inference_mode():
-        wanted = [_decay(x, expected) for x in inputs]
+        wanted = [decay(x, expected) for x in inputs]
     assert torch.equal(state, expected)
     assert all(map(torch.equal, found, wanted))
     assert watched.num_replays >= 7
@@ -185,8 +165,8 @@ def test_a_capture_that_fails_leaves_the_device_usable_and_the_result_right():
     state = _drawn(4)
     check_steps(watched, waits, [state], _steps(3, 4))
     assert (watched.num_recordings, watched.num_eager) == (0, 3)
-    other = Watched(_decay, EAGER)
-    check_steps(other, _decay, [_drawn(4)], _steps(3, 4))
+    other = Watched(decay, EAGER)
+    check_steps(other, decay, [_drawn(4)], _steps(3, 4))
     assert other.num_replays == 3
 
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 from midstream.errors import ContractError
+from midstream.ops import gated_delta_step as source
 from midstream.ops.gated_delta_step import gated_delta_step
-from midstream.ops.testing import build_args, op_suite
+from midstream.ops.testing import build_args, check_kernel, op_suite
 
 BASE = gated_delta_step.cases[0]  # rows: in place, to another page, without history, padding
 IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)
@@ -14,6 +16,14 @@ IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)
 @pytest.mark.parametrize("check", op_suite(gated_delta_step), ids=str)
 def test_obeys_its_declaration(check):
     check.run()
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in gated_delta_step.cases if "K5" in c.id], ids=lambda c: c.id
+)
+def test_sums_that_the_gpu_takes_together_are_right(case, monkeypatch, device):
+    monkeypatch.setattr(source, "_INTERPRETED", tl.constexpr(False))
+    check_kernel(gated_delta_step, case, torch.float32, device)
 
 
 def test_padded_rows_touch_no_page_and_their_output_is_zero(device):
