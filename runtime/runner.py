@@ -137,10 +137,8 @@ class StepRunner:
         self._look_for_moves()
         with self._on_device:
             self._flush_deltas()
-            for (
-                source,
-                target,
-            ) in plan.kv_copies:  # few: a request that resumes inside a block has one
+            # few: a request that resumes inside a block has one
+            for source, target in plan.kv_copies:
                 self.queue.copy(self.kv[target], self.kv[source])
             launch = self._launch_decode if plan.kind == "decode" else self._launch_chunks
             return InFlight(plan, self._send_results(plan, *launch(plan)))
