@@ -31,7 +31,14 @@ from midstream.runtime.bench_steps import (
     decoding,
     measure,
 )
-from midstream.runtime.loading import DTYPES, check_family, find_device, first_line, load_model
+from midstream.runtime.loading import (
+    DTYPES,
+    check_family,
+    find_device,
+    first_line,
+    load_model,
+    read_object,
+)
 
 _log = logging.getLogger("midstream")
 
@@ -71,17 +78,12 @@ def load(source: str, dtype: str, device: str) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
-        sizes = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(
-            f"bench: '{source}' is not JSON ({error}); write the file again"
-        ) from None
-    if not isinstance(sizes, dict):
-        raise ConfigError(
-            f"bench: '{source}' holds a {type(sizes).__name__}, an object with model_type and sizes "
-            "expected; write it as config.json of transformers is written"
-        )
+    sizes = read_object(
+        path,
+        "bench",
+        "an object with model_type and sizes",
+        "write it as config.json of transformers is written",
+    )
     check_family(path, sizes)
     if dtype not in ("auto", *DTYPES):
         raise ConfigError(

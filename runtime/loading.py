@@ -59,18 +59,24 @@ def read_config(directory: Path) -> dict[str, Any]:
             f"load_model: no config.json in '{directory}', found {_listing(directory)}; "
             "write the folder with model.save_pretrained(...)"
         )
+    return read_object(path, "load_model", "an object", "copy the file again")
+
+
+def read_object(path: Path, who: str, expected: str, remedy: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ConfigError: the file holds something else; `who`, `expected` and `remedy` are said.
+    """
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
+        raise ConfigError(f"{who}: '{path}' is not JSON ({error}); {remedy}") from error
+    if not isinstance(found, dict):
         raise ConfigError(
-            f"load_model: '{path}' is not JSON ({error}); copy the file again"
-        ) from error
-    if not isinstance(config, dict):
-        raise ConfigError(
-            f"load_model: '{path}' holds a {type(config).__name__}, an object expected; "
-            "copy the file again"
+            f"{who}: '{path}' holds a {type(found).__name__}, {expected} expected; {remedy}"
         )
-    return config
+    return found
 
 
 def check_family(directory: Path, config: dict[str, Any]) -> None:
