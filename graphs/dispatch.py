@@ -7,7 +7,6 @@ which of the two, its requests say.  A shape never does: a prompt chunk of one t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -135,16 +134,6 @@ def decode_sizes(sizes: Iterable[int], max_rows: int, drafts: int = 0) -> tuple[
     per_row, largest = 1 + drafts, max(sizes := list(sizes), default=0)
     rows = {-(-size // per_row) for size in sizes}
     return tuple(sorted(n for n in rows if n <= max_rows and n * per_row <= largest))
-
-
-def padded_rows(rows: int, sizes: Sequence[int]) -> int | None:
-    """Smallest captured size that holds `rows`, None if there is none.  `sizes` ascend.
-
-    >>> [padded_rows(n, (1, 2, 4)) for n in (1, 3, 4, 5)]
-    [1, 4, 4, None]
-    """
-    place = bisect_left(sizes, rows)
-    return sizes[place] if place < len(sizes) else None
 
 
 def smallest_fit(needed: GraphKey, keys: Sequence[GraphKey]) -> GraphKey | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from midstream.graphs.dispatch import Form, Forms, GraphKey, Ladder, decode_key
+from midstream.graphs.dispatch import Form, Forms, GraphKey, Ladder, decode_key, decode_sizes
 
 SHORT = (64, 128, 256, 512)  # tokens; longer prompts are bound by arithmetic, not by launches
 _LONG_STEP = 256  # tokens between longer sizes: padding there costs arithmetic
@@ -46,7 +46,8 @@ def ladder_of(
     """All steps that have graphs.  `piece_tokens`: of the longest step that is captured in pieces."""
     decode: tuple[GraphKey, ...] = ()
     if forms.decode != "eager":
-        rows = ladder(min(max_rows, max_step_tokens // (1 + drafts)))
+        sizes = ladder(min(max_rows * (1 + drafts), max_step_tokens))
+        rows = decode_sizes(sizes, min(max_rows, max_step_tokens // (1 + drafts)), drafts)
         decode = tuple(decode_key(n, drafts, forms.decode == "pieces") for n in rows)
     long = range(SHORT[-1] + _LONG_STEP, piece_tokens + 1, _LONG_STEP)
 

@@ -14,7 +14,6 @@ from midstream.errors import ContractError
 from midstream.graphs.captured import Captured
 from midstream.graphs.dispatch import GraphKey as GraphKey  # public from here too
 from midstream.graphs.dispatch import decode_key as decode_key
-from midstream.graphs.dispatch import padded_rows as padded_rows
 from midstream.graphs.dispatch import smallest_fit as smallest_fit
 
 _SLACK = 1.2  # a ladder takes at most this part of what its largest graph takes

@@ -81,7 +81,6 @@ class Tape:
             int, Tensor
         ] = {}  # what memory from outside held, where the run wrote it
         self._owned: Counter[int] = Counter()  # our references, by address
-        self._bound: list[Tensor] = []  # keeps what was counted, also where no work came of it
 
     @property
     def bound(self) -> list[tuple[int, int]]:
@@ -157,7 +156,6 @@ class Tape:
         self.taken.clear()
         self._outside.clear()
         self._constants.clear()
-        self._bound.clear()
         self._owned.clear()
 
     def _is_known(self, address: int) -> bool:

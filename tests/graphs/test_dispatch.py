@@ -21,7 +21,6 @@ from midstream.graphs.dispatch import (
     Support,
     decode_key,
     decode_sizes,
-    padded_rows,
     resolve_forms,
     smallest_fit,
     weakened,
@@ -188,8 +187,6 @@ def test_a_prompt_chunk_shaped_like_decode_gets_a_chunk_graph(tokens_per_row: in
 @given(st.integers(1, 70), st.sets(st.integers(1, 64), min_size=1))
 def test_rows_are_padded_to_the_next_size_that_holds_them(rows: int, sizes: set[int]) -> None:
     fitting = [size for size in sizes if size >= rows]
-    assert padded_rows(rows, sorted(sizes)) == min(fitting, default=None)
-    assert padded_rows(rows, ()) is None
     found = Ladder(tuple(map(decode_key, sorted(sizes)))).decode_step(rows)
     assert (found.rows if found else None) == min(fitting, default=None)
 
