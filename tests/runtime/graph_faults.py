@@ -95,7 +95,7 @@ FAULTS = (
            "self._sample(view, rows, logits)",
            "self.token = self.token.clone(); self._sample(view, rows, logits)",
            Edit("runtime.runner:check_addresses", "", "lambda *args: None"),
-           Edit("graphs.emulator:check_addresses", "", "lambda *args: None")),
+           Edit("graphs.captured:check_addresses", "", "lambda *args: None")),
     _fault("G6", "the step reads a device value on the host", _RUN,
            "self._advance(view, rows)", "self._advance(view, int((view.row_slot >= 0).sum()))"),
     _fault("G6", "the step makes a tensor from Python data", _RUN,
