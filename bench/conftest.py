@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
 import gate
@@ -27,6 +29,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def _rows(config: pytest.Config) -> list[int]:
     return [int(n) for n in config.getoption("--rows").split(",")]
+
+
+@pytest.fixture(autouse=True)
+def shown_at_once(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each median is printed when it is known: a run that is killed has shown those before."""
+    yield
+    benchmark = request.node.funcargs.get("benchmark")
+    if benchmark is None or benchmark.stats is None:
+        return
+    found = {"name": request.node.name, "median_ms": round(1e3 * benchmark.stats.stats.median, 4)}
+    numbers = {k: v for k, v in benchmark.extra_info.items() if isinstance(v, int | float | dict)}
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print("\n" + json.dumps(found | numbers), flush=True)
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from midstream.compiler.attention import PagedCache
-from midstream.compiler.changes import Changes
+from midstream.compiler.changes import WAY_BACK, Changes
 from midstream.compiler.lowering import LoweredModel, cache_argument, lower
 from midstream.compiler.model_call import CACHE_NAMES, ModelCall, own_cache
 from midstream.compiler.row_cache import MidstreamCache
@@ -59,6 +59,7 @@ class CompiledModel:
         self._changes.set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
         # generate would switch the experts between prefill and decode, and so compile layers again
         self._changes.set(self.model, "_optimize_model_for_decode", nullcontext)
+        self._changes.set(self.model, WAY_BACK, self.undo)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`model.generate`; a cache may come under either name, `cache` or `past_key_values`."""
@@ -100,6 +101,17 @@ class CompiledModel:
             self._steps.forget_graphs()
             self._changes.undo()
             self._lowered.undo()
+
+    def __repr__(self) -> str:
+        name = f"CompiledModel of {type(self.model).__name__} on {self._lowered.device}"
+        if self._undone:
+            return f"<{name}: undone>"
+        memory, steps = self._memory, self._steps
+        ran = ", ".join(f"{number} {how}" for how, number in steps.counts.items())
+        return (
+            f"<{name}: {memory.num_free} of {memory.num_rows} rows of {memory.max_len} tokens free; "
+            f"steps: {ran or 'none'}; {len(steps.graphs)} graphs>"
+        )
 
     def __enter__(self) -> CompiledModel:
         return self
@@ -194,7 +206,7 @@ def compile(  # as in torch.compile
         ContractError: the model is lowered already.
     """
     check_model(model)
-    _check_options(max_batch, max_len, compile, state_dtype)
+    _check_options(max_batch, max_len, kv_block, graphs, compile, state_dtype)
     _check_outputs(model)
     max_len = _longest(model, max_len)
     is_cuda = device_of(model).type == "cuda"
@@ -247,15 +259,20 @@ def _longest(model: Any, max_len: int | None) -> int:
     return max_len
 
 
-def _check_options(max_batch: Any, max_len: Any, compile: Any, state_dtype: Any) -> None:
-    for name, value in (("max_batch", max_batch), ("max_len", 1 if max_len is None else max_len)):
+def _check_options(
+    max_batch: Any, max_len: Any, kv_block: Any, graphs: Any, compile: Any, state_dtype: Any
+) -> None:
+    length = 1 if max_len is None else max_len
+    for name, value in (("max_batch", max_batch), ("max_len", length), ("kv_block", kv_block)):
         if type(value) is not int or value < 1:
             raise ConfigError(f"midstream.compile: {name}={value!r}; expected a whole number >= 1")
+    if type(graphs) is not bool:
+        raise ConfigError(f"midstream.compile: graphs={graphs!r}; expected True or False")
     if compile not in ("auto", "eager", "inductor"):
         raise ConfigError(
             f"midstream.compile: compile={compile!r}; expected 'auto', 'eager' or 'inductor'"
         )
-    if state_dtype not in _STATE_DTYPES:
+    if not isinstance(state_dtype, str) or state_dtype not in _STATE_DTYPES:
         raise ConfigError(
             f"midstream.compile: state_dtype={state_dtype!r}; expected one of {', '.join(_STATE_DTYPES)}"
         )

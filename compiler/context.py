@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn, SupportsIndex
 
 from torch import Tensor
 
@@ -61,6 +61,14 @@ class PagedContext:
     def __init__(self) -> None:
         self._pools: Pools | None = None
         self._step: StepView | None = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied or pickled along with a lowered model."""
+        raise ContractError(
+            "midstream: a lowered model was copied or pickled (copy.deepcopy, torch.save), expected one as "
+            "transformers built it: its layers share paged memory with the Engine, or with what compile or "
+            "lower returned; copy it before, or after close() or undo() (midstream.restore(model))"
+        )
 
     @property
     def pools(self) -> Pools:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from midstream.compiler.changes import Changes
+from midstream.compiler.changes import WAY_BACK, Changes
 from midstream.compiler.context import PagedContext, Pools, StepView
 from midstream.compiler.families import Family
 from midstream.compiler.families.mixer import (
@@ -31,6 +31,7 @@ from midstream.compiler.layout import KvLayout, StateLayout
 from midstream.compiler.pieces import Backend, compile_pieces, distinct_sizes
 from midstream.compiler.validation import (
     check_attention,
+    check_lowering,
     check_model,
     check_pools,
     check_rope,
@@ -77,6 +78,9 @@ class LoweredModel:
         self._sizes = distinct_sizes if compiled else nullcontext
         self._constant = {"use_cache": True, cache_argument(model): PagedCache()}
         self._undone = False
+        # our kernels run on the device that is current
+        on_gpu = self.device.type == "cuda"
+        self._on_device: Any = torch.cuda.device(self.device) if on_gpu else nullcontext()
 
     def bind(self, pools: Pools) -> None:
         """Use `pools` in all following steps.
@@ -93,7 +97,7 @@ class LoweredModel:
             raise ContractError(
                 "LoweredModel: forward() after undo(), expected a lowered model; call lower() again"
             )
-        with torch.no_grad(), self._context.running(step), self._sizes():
+        with torch.no_grad(), self._on_device, self._context.running(step), self._sizes():
             output = self.model(
                 input_ids=step.token_id[None],
                 position_ids=step.position[None],
@@ -133,12 +137,13 @@ def lower(
 
     Raises:
         UnsupportedError: for a family, layer or option without a lowering.
-        ConfigError: when the model cannot be lowered as it stands (training mode, several devices).
+        ConfigError: an option or a model (in training mode, on several devices) that can never work.
         ContractError: when the model is lowered already.
     """
     from midstream.compiler import attention  # transformers is an optional dependency
 
     family = check_model(model)
+    check_lowering(temporal_dtype, compile_mode, kv_block, drafts, experts)
     sites = find_sites(model, family)
     alignment = export_alignment(site.kind for site in sites if site.kind)
     layout = StateLayout.of(
@@ -161,6 +166,7 @@ def lower(
         lowered = LoweredModel(
             model, layout, kv_layout, context, changes, compile_mode == "inductor", alignment
         )
+        changes.set(model, WAY_BACK, lowered.undo)
         undo_on_error.pop_all()
     return lowered
 

@@ -39,7 +39,7 @@ def check_model(model: Any) -> Family:
         raise ContractError(
             f"lower: this {name} is lowered already, expected a model as transformers built it; "
             "close() the Engine that serves it, or undo() what compile or lower of midstream returned; "
-            "where that is lost, load the model again"
+            "where that is lost, call midstream.restore(model)"
         )
     if model.training:
         raise ConfigError(f"lower: {name} is in training mode, expected eval; call model.eval()")
@@ -48,6 +48,26 @@ def check_model(model: Any) -> Family:
     _check_layers(model)
     _check_forwards(model)
     return FAMILIES[name]
+
+
+def check_lowering(
+    temporal_dtype: Any, compile_mode: Any, kv_block: Any, drafts: Any, experts: Any
+) -> None:
+    """Raise ConfigError for an option of `lower` that can never work."""
+    is_float = isinstance(temporal_dtype, torch.dtype) and temporal_dtype.is_floating_point
+    is_mode = compile_mode in ("eager", "inductor")
+    is_name = experts is None or isinstance(experts, str)
+    for name, value, expected, is_right in (
+        ("temporal_dtype", temporal_dtype, "a floating dtype such as torch.float32", is_float),
+        ("compile_mode", compile_mode, "'eager' or 'inductor'", is_mode),
+        ("kv_block", kv_block, "a whole number >= 1", type(kv_block) is int and kv_block >= 1),
+        ("drafts", drafts, "a whole number >= 0", type(drafts) is int and drafts >= 0),
+        ("experts", experts, "a name, or None", is_name),
+    ):
+        if not is_right:
+            raise ConfigError(
+                f"lower: {name}={value!r}; expected {expected}; see help(midstream.lower)"
+            )
 
 
 def _check_layers(model: Any) -> None:

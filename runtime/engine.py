@@ -21,7 +21,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from midstream.errors import CapacityError, ConfigError, ContractError
+from midstream.compiler.changes import WAY_BACK
+from midstream.errors import ConfigError, ContractError
 from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
@@ -34,9 +35,10 @@ from midstream.runtime.plan import StepPlan
 from midstream.runtime.poison import poison_free_pages
 from midstream.runtime.request import Lookup, Output, Request
 from midstream.runtime.runner import InFlight
-from midstream.runtime.sampling import SamplingParams
+from midstream.runtime.sampling import SamplingParams, as_int
 from midstream.runtime.settings import read_settings
 from midstream.runtime.shadow import Shadow
+from midstream.runtime.text import check_tokenizer
 
 _log = logging.getLogger("midstream")
 
@@ -75,11 +77,14 @@ class Engine:
             UnsupportedError: a model or a mode that is not supported.
         """
         settings = read_settings(os.environ)
+        check_tokenizer(tokenizer)
         self._parts: Parts = assemble(model, tokenizer, engine_config(options), settings.emulate)
         self._config = self._parts.config
         self._last_stats: dict[str, Any] = {}  # of a closed engine
-        # an engine that is dropped without close() gives the model back too
+        # an engine that is dropped without close() gives the model back too, so the model must not hold it
         self._undo = weakref.finalize(self, self._parts.lowered.undo)
+        setattr(model, WAY_BACK, weakref.WeakMethod(self.close))
+        self._name = f"Engine of {type(model).__name__} on {self._parts.lowered.device}"
         self._requests: dict[int, Request] = {}
         self._lookups: OrderedDict[int, Lookup] = OrderedDict()
         self._flights: deque[InFlight] = deque()
@@ -107,22 +112,27 @@ class Engine:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Output]:
-        """Outputs in the order of the prompts.  Leaving the loop early aborts the rest."""
-        handles = self._add_all(prompts, params, watched=False)
-        outputs: dict[Handle, Output] = {}
-        for update in self._run(handles):
-            if update.output is not None:
-                outputs[update.handle] = update.output
-            while handles and handles[0] in outputs:
-                yield outputs.pop(handles.pop(0))
+        """Outputs in the order of the prompts.
+
+        Arguments are checked at the call, and nothing is queued if one prompt is refused.  The requests are
+        queued when the first output is asked for: what is never iterated was never asked.  Leaving the loop
+        early aborts the rest.
+
+        Raises:
+            ConfigError: a prompt or a parameter can never work.
+            CapacityError: a request can never fit.
+        """
+        self._check_open()
+        return self._in_order(self._parts.intake.requests(prompts, params, streamed=False))
 
     def stream(
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Update]:
-        """Updates of all prompts as tokens arrive.  Leaving the loop early aborts the rest."""
-        yield from self._run(self._add_all(prompts, params, watched=True))
+        """Updates of all prompts as tokens arrive.  Checks, queues and aborts as `generate` does."""
+        self._check_open()
+        return self._run(self._parts.intake.requests(prompts, params, streamed=True))
 
     def add(
         self,
@@ -149,9 +159,7 @@ class Engine:
         """
         self._check_open()
         request = self._parts.intake.request(prompt, params, priority, salt, stream, checkpoint_at)
-        self._requests[request.request_id] = request
-        self._parts.scheduler.add(request)
-        return Handle(request.request_id)
+        return self._queue(request)
 
     def step(self) -> list[Update]:
         """Launch the next step and return what the step before it brought.  Empty when nothing arrived."""
@@ -267,18 +275,18 @@ class Engine:
             shadow_every: run every n-th step that replays a graph eagerly too, from the same memory, and
                 raise ContractError where a bit differs, naming the buffer and the row.  0: never.
         Raises:
-            ConfigError: a negative number of steps.
+            ConfigError: no truth value, or no number of steps.
         """
         self._check_open()
-        if shadow_every < 0:
+        steps = as_int(shadow_every)
+        if not isinstance(poison, bool) or steps is None or steps < 0:
             raise ConfigError(
-                f"Engine: debug(shadow_every={shadow_every}), expected 0 or more steps; 0 compares none"
+                f"Engine: debug(poison={poison!r}, shadow_every={shadow_every!r}); expected True or False, "
+                "and a whole number of steps; shadow_every=0 compares none"
             )
         parts, runner = self._parts, self._parts.runner
         runner.poison = poison
-        runner.shadow = (
-            Shadow(shadow_every, runner.step, parts.pools, runner.queue) if shadow_every else None
-        )
+        runner.shadow = Shadow(steps, runner.step, parts.pools, runner.queue) if steps else None
 
     def check_books(self) -> None:
         """Raise ContractError unless every page is free, cached or owned, exactly once."""
@@ -300,6 +308,19 @@ class Engine:
             finally:
                 self._undo()
                 del self._parts
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        if self._closed:
+            return f"<{self._name}: closed after {stats['steps']} steps>"
+        pages = ", ".join(
+            f"{pool} {held['owned']} of {sum(held.values())}"
+            for pool, held in stats["pages"].items()
+        )
+        return (
+            f"<{self._name}: {stats['running']} requests running, {stats['waiting']} waiting; "
+            f"pages owned: {pages}; {stats['steps']} steps, {stats['graph_replays']} replayed>"
+        )
 
     def __enter__(self) -> Engine:
         return self
@@ -450,30 +471,26 @@ class Engine:
 
     # -- helpers ----------------------------------------------------------------------------------------
 
-    def _add_all(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        watched: bool,
-    ) -> list[Handle]:
-        """Queue all prompts, or none if one is refused."""
-        self._check_open()
-        each = self._parts.intake.pair(prompts, params)
-        requests = []
-        for place, (prompt, sampling) in enumerate(each):
-            try:
-                requests.append(self._parts.intake.request(prompt, sampling, 0, None, watched))
-            except (ConfigError, CapacityError) as error:
-                raise type(error)(f"prompt {place}: {error}") from None
-        for request in requests:
-            self._requests[request.request_id] = request
-            self._parts.scheduler.add(request)
-        return [Handle(request.request_id) for request in requests]
+    def _queue(self, request: Request) -> Handle:
+        self._parts.intake.arrive(request)
+        self._requests[request.request_id] = request
+        self._parts.scheduler.add(request)
+        return Handle(request.request_id)
 
-    def _run(self, handles: list[Handle]) -> Iterator[Update]:
-        """Step until all of `handles` are finished; whoever steps, their updates come here."""
+    def _in_order(self, requests: list[Request]) -> Iterator[Output]:
+        awaited = deque(requests)
+        outputs: dict[int, Output] = {}
+        for update in self._run(requests):
+            if update.output is not None:
+                outputs[update.handle.request_id] = update.output
+            while awaited and awaited[0].request_id in outputs:
+                yield outputs.pop(awaited.popleft().request_id)
+
+    def _run(self, requests: list[Request]) -> Iterator[Update]:
+        """Queue requests and step until all are finished; whoever steps, their updates come here."""
+        self._check_open()
         inbox: deque[Update] = deque()
-        ids = [handle.request_id for handle in handles]
+        ids = [self._queue(request).request_id for request in requests]
         self._inboxes |= dict.fromkeys(ids, inbox)
         num_open = len(ids)
         try:

@@ -39,7 +39,7 @@ class Intake:
         streamed: bool,
         marks: Iterable[int] = (),
     ) -> Request:
-        """A request ready for the scheduler.
+        """A request that `arrive` makes ready for the scheduler.
 
         Raises:
             ConfigError: an empty prompt, a wrong type, ids out of range, too many stop ids, a mark
@@ -75,9 +75,8 @@ class Intake:
             )
         stop_ids = self._stop_ids(params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
-        self._next_id += 1
         return Request(
-            request_id=self._next_id - 1,
+            request_id=-1,
             prompt=tokens,
             params=params,
             sampling=SlotSampling(
@@ -91,7 +90,28 @@ class Intake:
             marks=_marks(marks, len(tokens)),
         )
 
-    def pair(
+    def requests(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        streamed: bool,
+    ) -> list[Request]:
+        """One request for each prompt.  An error names the place of the prompt."""
+        requests = []
+        for place, (prompt, sampling) in enumerate(self._pair(prompts, params)):
+            try:
+                requests.append(self.request(prompt, sampling, 0, None, streamed))
+            except (ConfigError, CapacityError) as error:
+                raise type(error)(f"prompt {place}: {error}") from None
+        return requests
+
+    def arrive(self, request: Request) -> None:
+        """Number a request, and so its place in the order, and start its clock."""
+        request.request_id = self._next_id
+        request.arrived = time.perf_counter()
+        self._next_id += 1
+
+    def _pair(
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams | None]]:
         """Each prompt with its parameters.  Raises ConfigError when the numbers differ."""

@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # whole, or sharded: the 
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
-def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto") -> tuple[Any, Any]:
+def load_model(
+    directory: str | PathLike[str], dtype: str = "auto", device: str = "auto"
+) -> tuple[Any, Any]:
     """The model in eval mode on `device`, and its tokenizer; nothing is downloaded.
 
     `dtype` "auto" is the one in config.json, `device` "auto" a GPU if there is one.  Without
@@ -36,6 +39,11 @@ def load_model(directory: str | Path, dtype: str = "auto", device: str = "auto")
     Raises:
         ConfigError: no directory, no config.json, no weights, an unknown family, damaged files.
     """
+    if not isinstance(directory, str | PathLike):
+        raise ConfigError(
+            f"load_model: the directory is {repr(directory)[:60]}; expected a path; pass the folder that "
+            "holds config.json and the weights"
+        )
     directory = Path(directory)
     config = read_config(directory)
     check_family(directory, config)
@@ -193,7 +201,7 @@ def _check_shards(index: Path) -> None:
 
 
 def _dtype(name: str) -> torch.dtype | str:
-    if name != "auto" and name not in DTYPES:
+    if not isinstance(name, str) or (name != "auto" and name not in DTYPES):
         raise ConfigError(
             f"load_model: dtype={name!r}; expected 'auto' or one of {', '.join(DTYPES)}"
         )
@@ -206,7 +214,7 @@ def find_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"load_model: device={name!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
         ) from error

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from midstream.runtime.config import ResolvedConfig
+from midstream.runtime.explain import REASONS
 from midstream.runtime.request import Output
 from midstream.runtime.text import ByteTokenizer
 
@@ -53,11 +54,13 @@ def summary_lines(
 def cache_line(stats: dict[str, Any]) -> str:
     """What prompts found in the cache, and why they found no more."""
     cache = stats["cache"]
-    reasons = ", ".join(f"{why}: {n}" for why, n in cache["reasons"].items())
+    reasons = "; ".join(
+        f"{REASONS[why]} ({n} request{'s' * (n > 1)})" for why, n in cache["reasons"].items()
+    )
     return (
         f"cache: attention matched {cache['matched_kv']} and states {cache['matched_state']} of "
         f"{cache['asked']} tokens, {cache['reused']} reused, {cache['lost_for_state']} lost for want of a "
-        f"state; {reasons or 'nothing was looked up'}"
+        f"state; {'why no more: ' + reasons if reasons else 'nothing was looked up'}"
     )
 
 

@@ -81,6 +81,21 @@ class ByteTokenizer:
         return bytes(i for i in token_ids if i < 256).decode(errors="replace")
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Raise ConfigError for what cannot decode; None is no tokenizer."""
+    # a class has the method too, and bytes
+    decodes = not isinstance(tokenizer, type | bytes) and callable(
+        getattr(tokenizer, "decode", None)
+    )
+    if tokenizer is None or decodes:
+        return
+    raise ConfigError(
+        f"Engine: tokenizer={repr(tokenizer)[:60]}; expected None or an object with encode and decode; pass "
+        "transformers.AutoTokenizer.from_pretrained(folder), or midstream.runtime.text.ByteTokenizer() for "
+        "bytes"
+    )
+
+
 def decoder_for(tokenizer: Tokenizer) -> Decoder:
     """A fresh decoder for one answer."""
     return ByteDecoder() if isinstance(tokenizer, ByteTokenizer) else IncrementalDecoder(tokenizer)

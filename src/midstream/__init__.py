@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from midstream.compiler.changes import restore
     from midstream.compiler.compiled import CompiledModel, compile
     from midstream.compiler.lowering import lower
     from midstream.errors import (
@@ -32,6 +33,7 @@ __all__ = [
     "lower",
     "MidstreamError",
     "Output",
+    "restore",
     "SamplingParams",
     "UnsupportedError",
     "Update",
@@ -48,6 +50,7 @@ _HOME = {
     "load_model": "midstream.runtime.loading",
     "lower": "midstream.compiler.lowering",
     "Output": "midstream.runtime.request",
+    "restore": "midstream.compiler.changes",
     "SamplingParams": "midstream.runtime.sampling",
     "Update": "midstream.runtime.engine",
 }

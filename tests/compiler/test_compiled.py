@@ -415,6 +415,9 @@ def test_options_that_cannot_work_are_refused_before_the_model_is_touched() -> N
         "max_len='4k'": {"max_len": "4k"},
         "compile='tvm'": {"compile": "tvm"},
         "state_dtype='int8'": {"state_dtype": "int8"},
+        r"state_dtype=\[\]": {"state_dtype": []},
+        "kv_block='16'": {"kv_block": "16"},
+        "graphs='full'; expected True or False": {"graphs": "full"},
         "exceeds the": {"max_len": 10**9},
     }
     for message, options in refused.items():
@@ -425,6 +428,22 @@ def test_options_that_cannot_work_are_refused_before_the_model_is_touched() -> N
         midstream.compile(model)
     del model.config.output_hidden_states
     assert dict(vars(model)) == before
+
+
+def test_a_compiled_model_says_what_it_holds_and_what_ran(
+    capturer: EmulatedCapture | None,
+) -> None:
+    name = "CompiledModel of BambaForCausalLM on cpu"
+    with make() as compiled:
+        assert repr(compiled) == f"<{name}: 3 of 3 rows of 64 tokens free; steps: none; 0 graphs>"
+        cache = compiled.new_cache()
+        compiled.generate(prompt(5)[None], past_key_values=cache, **GREEDY)
+        ran = "; ".join(
+            (f"{_NEW - 1} replayed", "1 graphs") if capturer else (f"{_NEW - 1} eager", "0 graphs")
+        )
+        assert repr(compiled).startswith(f"<{name}: 2 of 3 rows of 64 tokens free; steps: ")
+        assert ran in repr(compiled)
+    assert repr(compiled) == f"<{name}: undone>"
 
 
 def test_a_model_is_compiled_once_at_a_time() -> None:

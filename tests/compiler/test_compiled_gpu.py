@@ -113,3 +113,18 @@ def test_inductor_gives_the_tokens_of_full_forwards() -> None:
     with midstream.compile(build("bamba").cuda(), **options) as compiled:
         output = compiled.generate(ids[None], max_new_tokens=_NEW, do_sample=False)
     assert torch.equal(output[0], want)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_o5_a_model_on_the_second_gpu_generates_whichever_is_current(graphs: bool) -> None:
+    ids = prompt(9).to("cuda:1")
+    want = greedy(build("bamba").to("cuda:1"), ids, _NEW)
+    for current in (0, 1):
+        with (
+            torch.cuda.device(current),
+            midstream.compile(build("bamba").to("cuda:1"), graphs=graphs, **OPTIONS) as compiled,
+        ):
+            output = compiled.generate(ids[None], max_new_tokens=_NEW, do_sample=False)
+            assert torch.cuda.current_device() == current
+        assert torch.equal(output[0], want)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 from compiler_rig import PagedRig
 from tiny_models import FAMILIES, build, prompt
 
+import midstream
 from midstream.compiler import Pools, lower, lowering
 from midstream.errors import ConfigError, ContractError, UnsupportedError
 
@@ -57,6 +61,78 @@ def test_a_lowered_model_is_not_lowered_again_until_undone() -> None:
     with pytest.raises(ContractError, match="lowered already"):
         lower(model)
     first.undo()
+    lower(model).undo()
+
+
+def compile_it(model: Any) -> None:
+    midstream.compile(model, max_len=64)
+
+
+def compile_and_run(model: Any) -> None:
+    midstream.compile(model, max_len=64).generate(prompt(5)[None], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("change", [lower, compile_it, compile_and_run])
+def test_a_model_whose_handle_is_lost_is_restored(family: str, change: Any) -> None:
+    model = build(family)
+    before, output = attributes(model), logits(model)
+    change(model)
+    gc.collect()
+    with pytest.raises(ContractError, match=r"midstream\.restore"):
+        lower(model)
+    midstream.restore(model)
+    midstream.restore(model)
+    assert attributes(model) == before
+    assert torch.equal(logits(model), output)
+    lower(model).undo()
+
+
+def test_a_restored_model_leaves_its_handles_undone() -> None:
+    model = build("bamba")
+    compiled = midstream.compile(model, max_len=64)
+    midstream.restore(model)
+    with pytest.raises(ContractError, match="after undo"):
+        compiled.generate(prompt(5)[None])
+    again = midstream.compile(model, max_len=64)
+    compiled.undo()
+    again.generate(prompt(5)[None], max_new_tokens=2)
+
+
+def test_only_models_are_restored() -> None:
+    with midstream.compile(build("bamba"), max_len=64) as compiled:
+        with pytest.raises(ConfigError, match=r"a handle of theirs has undo\(\)"):
+            midstream.restore(compiled)
+        assert not compiled._undone
+
+
+@pytest.mark.parametrize("change", [lower, compile_it])
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps], ids=["deepcopy", "pickle"])
+def test_a_changed_model_says_that_it_cannot_be_copied(change: Any, copied: Any) -> None:
+    model = build("bamba")
+    change(model)
+    for part in (model, model.model.layers[0], model.model.layers[2]):
+        with pytest.raises(ContractError, match=r"copied or pickled .*copy it before, or after"):
+            copied(part)
+    midstream.restore(model)
+    assert torch.equal(logits(copy.deepcopy(model)), logits(model))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"temporal_dtype": "float32"}, "temporal_dtype='float32'; expected a floating dtype"),
+        ({"compile_mode": "indcutor"}, "compile_mode='indcutor'; expected 'eager' or"),
+        ({"kv_block": 1.5}, r"kv_block=1\.5; expected a whole number"),
+        ({"drafts": -1}, "drafts=-1; expected a whole number"),
+        ({"experts": 4}, "experts=4; expected a name"),
+    ],
+)
+def test_an_option_of_lower_that_can_never_work_is_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    model = build("bamba")
+    with pytest.raises(ConfigError, match=f"lower: {message}"):
+        lower(model, **options)
     lower(model).undo()
 
 

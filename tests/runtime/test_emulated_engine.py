@@ -1,6 +1,8 @@
 """Tiny models with every step captured and replayed by the emulator: tokens, reuse, endings as without it."""
 
 from collections.abc import Iterator
+from functools import cache
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from test_engine import (  # noqa: F401
 from tiny_models import FAMILIES, VOCAB, build
 
 import midstream
+from midstream.graphs import ladder
 
 TINY = {
     "state_block": 16, "kv_block": 4, "max_rows": 4, "num_state_pages": 60, "num_kv_pages": 200,
@@ -39,22 +42,55 @@ def emulated() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(
-    ("family", "migration", "graphs"),
-    [
-        *((family, "copyfree", "full") for family in FAMILIES),
-        ("bamba", "precopy", "full"),
-        ("bamba", "copyfree", "piecewise"),
-    ],
+CHOICES = (
+    FAMILIES,
+    ("copyfree", "precopy"),
+    ("full", "piecewise", "full+piecewise"),
+    ("late", "early", "7"),
 )
+RUNS = [
+    ("bamba", "copyfree", "full", "late"),
+    ("qwen3_next", "copyfree", "full", "early"),
+    ("bamba", "precopy", "full", "7"),
+    ("qwen3_next", "copyfree", "piecewise", "late"),
+    ("bamba", "precopy", "piecewise", "early"),
+    ("qwen3_next", "precopy", "piecewise", "7"),
+    ("bamba", "precopy", "full+piecewise", "late"),
+    ("bamba", "copyfree", "full+piecewise", "early"),
+    ("qwen3_next", "copyfree", "full+piecewise", "7"),
+]
+
+
+def test_every_pair_of_choices_is_in_one_of_the_runs() -> None:
+    for one, other in combinations(range(len(CHOICES)), 2):
+        assert {(run[one], run[other]) for run in RUNS} == set(
+            product(CHOICES[one], CHOICES[other])
+        )
+
+
+@cache
+def oracle_of(family: str) -> Oracle:
+    return Oracle(build(family))
+
+
+@pytest.mark.parametrize(("family", "migration", "graphs", "pace"), RUNS)
 def test_tokens_equal_full_forwards_although_every_step_is_a_replay(
-    family: str, migration: str, graphs: str
+    family: str, migration: str, graphs: str, pace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prompts, full = five_prompts(VOCAB), Oracle(build(family))
-    with guarded_engine(build(family), migration=migration, graphs=graphs, **TINY) as engine:
+    prompts, full = five_prompts(VOCAB), oracle_of(family)
+    short = 64
+    if graphs == "full+piecewise":  # steps of up to 16 tokens whole, of up to 64 in pieces
+        short = 16
+        monkeypatch.setattr(ladder, "_LONG_STEP", 48)
+    with (
+        emulation(pace, (short,)),
+        guarded_engine(build(family), migration=migration, graphs=graphs, **TINY) as engine,
+    ):
         alone = [serve(engine, [prompt], 10)[0] for prompt in prompts]
         together = serve(engine, prompts, 24)
         stats = engine.stats()
+        forms = {key.in_pieces for key in engine._parts.runner.graphs.captured if key.chunks}
+    assert forms == {"full": {False}, "piecewise": {True}, "full+piecewise": {False, True}}[graphs]
     for prompt, one, other in zip(prompts, alone, together, strict=True):
         assert list(one.token_ids) == full.greedy(prompt, 10)
         assert list(other.token_ids) == full.greedy(prompt, 24)

@@ -412,6 +412,55 @@ def test_a_dropped_engine_gives_the_model_back(oracle: Oracle) -> None:
         assert list(serve(engine, [[5, 6, 7]], 4)[0].token_ids) == oracle.greedy([5, 6, 7], 4)
 
 
+def test_restore_closes_an_engine_that_serves_the_model(oracle: Oracle) -> None:
+    model = build("bamba")
+    engine = midstream.Engine(model, **OPTIONS)
+    engine.add([5, 6, 7])
+    midstream.restore(model)
+    with pytest.raises(midstream.ContractError, match="engine is closed"):
+        engine.step()
+    assert oracle.greedy([5, 6, 7], 2) == Oracle(model).greedy([5, 6, 7], 2)
+
+
+def test_an_engine_says_what_it_serves_and_how_full_it_is(model: Any) -> None:
+    with guarded_engine(model, **OPTIONS) as engine:
+        engine.add(draw(9, 16))
+        engine.step()
+        engine.add(draw(9, 17))
+        device = next(model.parameters()).device
+        start = f"<Engine of BambaForCausalLM on {device}: 1 requests running, 1 waiting; pages owned: kv "
+        assert repr(engine).startswith(start)
+        assert repr(engine).endswith(f"; 1 steps, {engine.stats()['graph_replays']} replayed>")
+        engine.abort(midstream.Handle(0))
+        engine.abort(midstream.Handle(1))
+        run(engine)
+    assert repr(engine) == f"<Engine of BambaForCausalLM on {device}: closed after 1 steps>"
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["bytes", ByteTokenizer, 5, object()], ids=["name", "class", "number", "object"]
+)
+def test_what_is_no_tokenizer_is_refused_and_the_model_is_untouched(
+    model: Any, tokenizer: Any
+) -> None:
+    with pytest.raises(
+        midstream.ConfigError, match=r"tokenizer=.*expected None or an object with enc"
+    ):
+        midstream.Engine(model, tokenizer, **OPTIONS)
+    midstream.Engine(model, **OPTIONS).close()
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"poison": "yes"}, {"shadow_every": None}, {"shadow_every": 1.5}]
+)
+def test_odd_switches_of_debug_are_refused(model: Any, wrong: dict[str, Any]) -> None:
+    with (
+        guarded_engine(model, **OPTIONS) as engine,
+        pytest.raises(midstream.ConfigError, match="expected True or False, and a whole number"),
+    ):
+        engine.debug(**wrong)
+
+
 def test_stats_and_config_can_be_read_after_close(model: Any) -> None:
     with guarded_engine(model, **OPTIONS) as engine:
         serve(engine, [draw(9, 16)], 3)

@@ -1,6 +1,7 @@
 """Interrupted, interleaved, overloaded: what breaks ends with a reason, and the rest goes on as if alone."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -72,6 +73,51 @@ def test_leaving_one_generator_aborts_its_requests_only() -> None:
         outputs = [first, *kept]
         assert engine.step() == []
     assert [list(out.token_ids) for out in outputs] == [answer(p, 9) for p in PROMPTS[2:]]
+
+
+@pytest.mark.parametrize("ask", ["generate", "stream"])
+def test_wrong_arguments_fail_at_the_call_and_nothing_is_queued(ask: str) -> None:
+    with hash_engine() as engine:
+        call: Any = getattr(engine, ask)
+        for prompts, params, message in (
+            ([[5], []], None, "prompt 1: Engine: the prompt is empty"),
+            ("text", None, "pass .text. or"),
+            ([[5]], [GREEDY, GREEDY], "1 prompts but 2 SamplingParams"),
+            ([[5]], {"max_tokens": 3}, "params is dict"),
+        ):
+            with pytest.raises(midstream.ConfigError, match=message):
+                call(prompts, params)
+        assert engine.num_unfinished == 0
+    with pytest.raises(midstream.ContractError, match="closed"):
+        call([[5]])
+
+
+def test_requests_are_queued_in_the_order_in_which_they_are_first_asked_for() -> None:
+    with hash_engine(max_rows=1) as engine:
+        never, later = engine.generate(PROMPTS, GREEDY), engine.stream([PROMPTS[1]], GREEDY)
+        handle = engine.add(PROMPTS[2], GREEDY)
+        assert engine.num_unfinished == 1
+        del never
+        assert [update.handle for update in later][-1].request_id == handle.request_id + 1
+        assert [out.request_id for out in settle(engine)] == [handle.request_id]
+        assert engine.step() == [] and engine.stats()["output_tokens"] == 2 * GREEDY.max_tokens
+
+
+def test_a_request_waits_no_longer_than_since_it_was_queued() -> None:
+    with hash_engine() as engine:
+        outputs = engine.generate([PROMPTS[1]], GREEDY)
+        time.sleep(0.3)
+        began = time.perf_counter()
+        (out,) = outputs
+        assert out.timing.finished <= time.perf_counter() - began
+
+
+def test_a_generator_first_asked_after_close_says_that_the_engine_is_closed() -> None:
+    with hash_engine() as engine:
+        outputs, updates = engine.generate(PROMPTS, GREEDY), engine.stream(PROMPTS, GREEDY)
+    for left in (outputs, updates):
+        with pytest.raises(midstream.ContractError, match="engine is closed"):
+            next(left)
 
 
 # -- exceptions at every place of a step ------------------------------------------------------------

@@ -156,7 +156,17 @@ def test_what_is_wrong_with_a_checkpoint_is_named_with_the_fix(checkpoint, damag
     assert fix in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"dtype": "int8"}, {"device": "gpu"}], ids=str)
+@pytest.mark.parametrize("directory", [None, 5, b"model", ["model"]], ids=repr)
+def test_what_is_no_path_is_refused(directory):
+    with pytest.raises(ConfigError, match=r"the directory is .*; expected a path; pass the folder"):
+        load_model(directory)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": "int8"}, {"dtype": []}, {"device": "gpu"}, {"device": None}, {"device": 1.5}],
+    ids=str,
+)
 def test_an_unknown_dtype_or_device_is_refused(saved, options):
     with pytest.raises(ConfigError, match="expected 'auto'"):
         load_model(saved, **options)

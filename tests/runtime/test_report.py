@@ -27,7 +27,7 @@ CACHE = {"asked": 6, "reused": 4, "matched_kv": 5, "matched_state": 4, "lost_for
 STATS = {
     "graph_replays": 7,
     "graph_fallbacks": {"no CUDA device": 2},
-    "cache": CACHE | {"reasons": {"no state": 1, "unknown": 1}},
+    "cache": CACHE | {"reasons": {"no state": 1, "unknown": 2}},
 }
 
 
@@ -82,7 +82,8 @@ def test_the_numbers_add_up_over_the_outputs():
         "2 tokens in 4.00 s, 0.5 tokens/s; first token after 500 to 2000 ms; "
         "4 of 6 prompt tokens reused",
         "cache: attention matched 5 and states 4 of 6 tokens, 4 reused, 1 lost for want of a state; "
-        "no state: 1, unknown: 1",
+        "why no more: attention knows more, but no state was ever saved there (1 request); "
+        "nothing of this beginning is saved (2 requests)",
         "device cpu; 7 graph replays; fallbacks: no CUDA device: 2",
     ]
 

@@ -140,7 +140,7 @@ def test_off_nothing_is_compared() -> None:
         engine.debug()
         serve(engine)
         assert engine._parts.runner.shadow is None
-        with pytest.raises(midstream.ConfigError, match=r"shadow_every=-1\), expected 0 or more"):
+        with pytest.raises(midstream.ConfigError, match=r"shadow_every=-1\); expected True or False"):
             engine.debug(shadow_every=-1)
 
 
