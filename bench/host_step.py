@@ -150,9 +150,14 @@ def measure_steps(benchmark: Any, engine: midstream.Engine, setup: Callable[[], 
 
 
 def time_parts(engine: midstream.Engine, setup: Callable[[], None]) -> dict[str, dict[str, float]]:
-    """Percentiles of what `Engine.step` calls; `stage` is a part of `launch`."""
+    """Percentiles of `Engine.step` and of what it calls, over the same steps; `stage` is a part of `launch`.
+
+    Compare parts with the step next to them: a machine that others use may have slowed down since the
+    step was timed alone.
+    """
     parts = engine._parts
     watched = {
+        "step": (engine, "step"),
         "schedule": (parts.scheduler, "next_step"),
         "stage": (parts.runner.step.stage, "write_decode"),
         "launch": (parts.runner, "launch"),
@@ -160,10 +165,15 @@ def time_parts(engine: midstream.Engine, setup: Callable[[], None]) -> dict[str,
         "commit": (parts.committer, "commit"),
     }
     seconds = {name: _watch(*where) for name, where in watched.items()}
-    for _ in range(BLOCK):
+    of_steps: dict[str, list[float]] = {name: [] for name in watched}
+    for _ in range(STEPS):
         setup()
+        for values in seconds.values():  # the set-up may have made steps
+            values.clear()
         engine.step()
-    return {name: percentiles_us(values) for name, values in seconds.items()}
+        for name, values in seconds.items():
+            of_steps[name] += values
+    return {name: percentiles_us(values) for name, values in of_steps.items()}
 
 
 def _watch(owner: Any, method: str) -> list[float]:

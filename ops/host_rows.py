@@ -154,6 +154,40 @@ def fill_decode_step_py(
     return REFUSED if _fill_deltas(deltas, num_deltas, most_deltas, area, start) else moves
 
 
+@inlined
+def _reaches_too_far(slot, num_computed, num_new, num_known, known_ids, num_slots, num_places):
+    """Whether a row of the step indexes something behind its table, or decodes more than one token."""
+    last_slot, known_end, decoded_end, most_decoded, least_decoded = 0, 0, 0, 1, 1
+    for row in range(slot.shape[0]):
+        last_slot = max(last_slot, slot[row])
+    for row in range(num_known):
+        known_end = max(known_end, num_computed[row] + num_new[row])
+    place, count = num_computed[num_known:], num_new[num_known:]
+    for row in range(place.shape[0]):
+        decoded_end = max(decoded_end, place[row] + 1)
+    for row in range(count.shape[0]):
+        most_decoded = max(most_decoded, count[row])
+        least_decoded = min(least_decoded, count[row])
+    reaches_too_far = last_slot >= num_slots or max(known_end, decoded_end) > num_places
+    return reaches_too_far or known_end > known_ids or most_decoded != 1 or least_decoded != 1
+
+
+@inlined
+def _fill_places(pages, place, count, kv_block, position, kv_slot):
+    """Positions of `count` tokens from `place` on, and where their keys and values go."""
+    for ahead in range(count):
+        position[ahead] = place + ahead
+    column, done = place // kv_block, 0
+    while done < count:
+        many = min((column + 1) * kv_block - place, count) - done  # the rest of a page
+        target = kv_slot[done : done + many]
+        first = (pages[column] - column) * kv_block + place + done
+        for ahead in range(many):
+            target[ahead] = first + ahead
+        done += many
+        column += 1
+
+
 def fill_token_rows_py(
     slot, num_computed, num_new, samples, tokens, num_known, kv_table, area, start, kv_block
 ):
@@ -164,7 +198,7 @@ def fill_token_rows_py(
     comes from the device.
     `kv_table` [S, Z] says where keys and values go: page * kv_block + place in the page.
     """
-    rows = slot.shape[0]
+    rows, num_known = slot.shape[0], min(num_known, slot.shape[0])
     row_slot = area[start[_ROW_SLOT] : start[_ROW_SLOT + 1]]
     row_start = area[start[_ROW_START] : start[_ROW_START + 1]]
     row_sample = area[start[_ROW_SAMPLE] : start[_ROW_SAMPLE + 1]]
@@ -172,37 +206,55 @@ def fill_token_rows_py(
     token_id = area[start[_TOKEN_ID] : start[_TOKEN_ID + 1]]
     position = area[start[_POSITION] : start[_POSITION + 1]]
     kv_slot = area[start[_KV_SLOT] : start[_KV_SLOT + 1]]
-    if rows > row_slot.shape[0]:
+    if rows > row_slot.shape[0] or _reaches_too_far(
+        slot, num_computed, num_new, num_known, tokens.shape[1], kv_table.shape[0],
+        kv_table.shape[1] * kv_block,
+    ):  # fmt: skip
         return REFUSED
-    per_block, token = 1.0 / kv_block, 0
-    for row in range(rows):
+    token = 0
+    for row in range(num_known):
         record, place, count = slot[row], num_computed[row], num_new[row]
-        end = place + count
-        if token + count > kv_slot.shape[0] or record >= kv_table.shape[0]:
+        if token + count > kv_slot.shape[0]:
             return REFUSED
-        if end > kv_table.shape[1] * kv_block:
-            return REFUSED
-        row_slot[row] = record
         row_start[row] = token
+        ids, known = token_id[token : token + count], tokens[record, place : place + count]
+        for ahead in range(count):
+            ids[ahead] = known[ahead]
+        _fill_places(kv_table[record], place, count, kv_block, position[token:], kv_slot[token:])
+        token += count
+        sample_token[row] = token - 1
+    for row in range(rows):  # one field a loop: many rows at once
+        row_slot[row] = slot[row]
+    for row in range(rows):
         row_sample[row] = samples[row]
-        sample_token[row] = token + count - 1
-        if row < num_known:
-            if end > tokens.shape[1]:
-                return REFUSED
-            id_of_row, known = token_id[token : token + count], tokens[record, place:end]
-            for ahead in range(count):
-                id_of_row[ahead] = known[ahead]
-        elif count == 1:
-            token_id[token] = _LAST_TOKEN
-        else:
-            return REFUSED
-        for here in range(place, end):
-            column = col_of(here, per_block)
-            kv_slot[token] = (kv_table[record, column] - column) * kv_block + here
-            position[token] = here
-            token += 1
-    row_start[rows] = token
-    return token
+    end = token + rows - num_known
+    if end > kv_slot.shape[0]:
+        return REFUSED
+    token_id[token:end] = _LAST_TOKEN
+    _fill_decoding_rows(
+        slot[num_known:], num_computed[num_known:], token, kv_table, kv_block, position[token:end],
+        kv_slot[token:end], row_start[num_known:rows], sample_token[num_known:rows],
+    )  # fmt: skip
+    row_start[rows] = end
+    return end
+
+
+@inlined
+def _fill_decoding_rows(
+    slot, num_computed, token, kv_table, kv_block, position, kv_slot, row_start, sample_token
+):
+    """Fields of rows of one token each, the first of which is `token` of the step."""
+    per_block, rows = 1.0 / kv_block, slot.shape[0]
+    for row in range(rows):
+        position[row] = num_computed[row]
+    for row in range(rows):
+        row_start[row] = token + row
+    for row in range(rows):
+        sample_token[row] = token + row
+    for row in range(rows):
+        place = num_computed[row]
+        column = col_of(place, per_block)
+        kv_slot[row] = (kv_table[slot[row], column] - column) * kv_block + place
 
 
 def fill_pages_py(

@@ -1,12 +1,18 @@
-"""Block keys of requests, hashed as their tokens become known."""
+"""
+Block keys of requests, hashed as their tokens become known, and where the blocks stand in the tree.
+
+The keys of a request in a slot are kept as numbers that compiled code writes; its list of Python ints is
+brought up to date when somebody asks for it.  Letters: S slots, Z columns of a block table.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from midstream.runtime.hashing import BlockHasher, as_keys, as_words
+from midstream.runtime.hashing import BlockHasher, Hashes, as_keys, as_words
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.request import Request
+from midstream.runtime.tree import Node
 
 
 class Chains:
@@ -15,38 +21,35 @@ class Chains:
     def __init__(self, hasher: BlockHasher | None, live: LiveTable) -> None:
         self.hasher = hasher
         self.live = live
-        num_slots = len(live.request)
-        # of each slot: hash of the last hashed block, and how many are hashed: the request's keys
-        self._last = np.zeros((num_slots, 2), np.uint64)
+        num_slots, columns = live.kv_table.shape
+        # u64[S, Z + 1, 2]  hash after each number of blocks, from that on with which the request came
+        self._hashes: Hashes = np.zeros((num_slots, columns + 1, 2), np.uint64)
         self._num_hashed: I32 = np.zeros(num_slots, np.int32)
+        # of each slot: the block that was published last, a hint: it may be out of the tree again
+        self.last_node: list[Node | None] = [None] * num_slots
 
     def enter(self, request: Request) -> None:
         """The request has got a slot."""
         if self.hasher is not None:
             last = request.hashes[-1] if request.hashes else self.hasher.root(request.root)
-            self._last[request.slot] = as_words(last)
-            self._num_hashed[request.slot] = len(request.hashes)
+            num_hashed = self._num_hashed[request.slot] = len(request.hashes)
+            self._hashes[request.slot, num_hashed] = as_words(last)
+            self.last_node[request.slot] = None
 
-    def extend_rows(self, slots: I32, num_blocks: I32) -> None:
-        """Bring the keys of requests in slots to `num_blocks` each, all at once."""
-        assert self.hasher is not None
-        more = np.maximum(num_blocks - self._num_hashed[slots], 0)
-        hashes = self.hasher.extend_rows(
-            self._last, self._num_hashed, self.live.tokens, slots, num_blocks, int(more.sum())
-        )
-        keys, end = as_keys(hashes), 0
-        for slot, count in zip(slots.tolist(), more.tolist(), strict=True):
-            request = self.live.request[slot]
-            assert request is not None
-            begin, end = end, end + count
-            request.hashes += keys[begin:end]
+    def next_keys(self, slots: I32, blocks: I32) -> list[int]:
+        """Keys of blocks that requests have completed since they got their slots, one block each."""
+        num_blocks = blocks + 1
+        self._extend(slots, num_blocks)
+        return as_keys(self._hashes[slots, num_blocks])
 
     def of_live(self, request: Request, num_tokens: int) -> list[int]:
         """Keys that cover the first `num_tokens` tokens of a request in a slot."""
         assert self.hasher is not None
-        num_blocks = num_tokens // self.hasher.block
-        if len(request.hashes) < num_blocks:
-            self.extend_rows(np.array([request.slot], np.int32), np.array([num_blocks], np.int32))
+        slot, num_blocks, done = request.slot, num_tokens // self.hasher.block, len(request.hashes)
+        if done < num_blocks:
+            if self._num_hashed[slot] < num_blocks:
+                self._extend(np.array([slot], np.int32), np.array([num_blocks], np.int32))
+            request.hashes += as_keys(self._hashes[slot, done + 1 : num_blocks + 1])
         return request.hashes
 
     def of_waiting(self, request: Request) -> list[int]:
@@ -65,3 +68,8 @@ class Chains:
         assert self.hasher is not None
         begin = num_tokens // self.hasher.block * self.hasher.block
         return tuple(self.live.tokens[request.slot, begin:num_tokens].tolist())
+
+    def _extend(self, slots: I32, num_blocks: I32) -> None:
+        """Hash the blocks of requests in slots up to `num_blocks` each, all at once."""
+        assert self.hasher is not None
+        self.hasher.extend_rows(self._hashes, self._num_hashed, self.live.tokens, slots, num_blocks)

@@ -11,10 +11,12 @@ from midstream.runtime.chains import Chains
 from midstream.runtime.eviction import speculative
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.ownership import PageOwnership
+from midstream.runtime.paged_tree import KV
 from midstream.runtime.pages import NULL_PAGE
 from midstream.runtime.plan import Chunk, Ending, Publication, StepPlan
 from midstream.runtime.request import Request
 from midstream.runtime.retention import Retention
+from midstream.runtime.tree import Node
 
 
 class Checkpoints:
@@ -161,19 +163,48 @@ class Checkpoints:
             self._publish_ending(ending)
 
     def _publish_kv(self, plan: StepPlan, filled: I32) -> None:
-        grid, index = self.ownership.kv_block, self.ownership.index
-        slots, before = plan.slot[filled], plan.num_computed[filled]
-        first, last = before // grid, (before + plan.num_new[filled]) // grid
-        self.chains.extend_rows(slots, last)
-        pages = self.live.kv_table[slots, first]
-        rows = zip(slots.tolist(), first.tolist(), last.tolist(), pages.tolist(), strict=True)
-        for slot, begin, end, page in rows:
-            request = self.live.request[slot]
-            assert request is not None
-            index.publish_kv(request.hashes, begin, page, request.root)
-            for block in range(begin + 1, end):  # a decoding row has completed one
-                page = int(self.live.kv_table[slot, block])
-                index.publish_kv(request.hashes, block, page, request.root)
+        num_chunks = int(np.searchsorted(filled, len(plan.chunks)))
+        for row in filled[:num_chunks].tolist():
+            self._publish_prompt(plan.chunks[row])
+        if num_chunks < len(filled):
+            self._publish_answers(plan, filled[num_chunks:])
+
+    def _publish_prompt(self, chunk: Chunk) -> None:
+        """The KV pages of all blocks that a chunk has completed."""
+        request, grid, slot = chunk.request, self.ownership.kv_block, chunk.request.slot
+        first, end, keys = (
+            chunk.begin // grid,
+            chunk.end // grid,
+            self.chains.of_live(request, chunk.end),
+        )
+        publish, node = self.ownership.index.tree.publish_next, self.chains.last_node[slot]
+        for block, page in enumerate(self.live.kv_table[slot, first:end].tolist(), start=first):
+            node = publish(node, keys[block], (block + 1) * grid, page)
+            node = node or self._publish_block(request, block, page)
+        self.chains.last_node[slot] = node
+
+    def _publish_answers(self, plan: StepPlan, rows: I32) -> None:
+        """The KV page of the block that each of these decoding rows has completed."""
+        slots, grid = plan.slot[rows], self.ownership.kv_block
+        blocks = plan.num_computed[rows] // grid
+        keys = self.chains.next_keys(slots, blocks)
+        pages = self.live.kv_table[slots, blocks].tolist()
+        last_node, publish = self.chains.last_node, self.ownership.index.tree.publish_next
+        completed = zip(slots.tolist(), blocks.tolist(), keys, pages, strict=True)
+        for slot, block, key, page in completed:
+            node = publish(last_node[slot], key, (block + 1) * grid, page)
+            if node is None:
+                request = self.live.request[slot]
+                assert request is not None
+                node = self._publish_block(request, block, page)
+            last_node[slot] = node
+
+    def _publish_block(self, request: Request, block: int, page: int) -> Node | None:
+        """Publish a KV page, whatever is there already; returns the block's node."""
+        index, num_blocks = self.ownership.index, block + 1
+        keys = self.chains.of_live(request, num_blocks * index.kv_block)
+        index.publish_kv(keys, block, page, request.root)
+        return index.tree.node_before(keys, num_blocks, request.root)
 
     def _publish_chunk(self, chunk: Chunk) -> None:
         request, grid = chunk.request, self.ownership.kv_block
@@ -186,9 +217,13 @@ class Checkpoints:
 
     def _publish_passing(self, item: Publication) -> None:
         request, grid, index = item.request, self.ownership.kv_block, self.ownership.index
-        published = self._publish_state(request, item.position, item.page, False)
+        node = self.chains.last_node[request.slot]
+        if node is not None and node.num_tokens == item.position and node.pages[KV]:
+            published = index.publish_state_on(node, item.page)
+        else:
+            node, published = None, self._publish_state(request, item.position, item.page, False)
         if item.position % grid == 0:
-            key = request.hashes[item.position // grid - 1]
+            key = node.key if node is not None else request.hashes[item.position // grid - 1]
             index.expected.end(item.epoch, [key])
             if published and item.is_passing:
                 request.boundaries.append((key, item.page))
@@ -199,7 +234,7 @@ class Checkpoints:
         grid = self.ownership.kv_block
         partial = position % grid > 0
         return self.ownership.index.publish_state(
-            request.hashes,
+            self.chains.of_live(request, position),
             page,
             position,
             root=request.root,

@@ -93,27 +93,22 @@ class BlockHasher:
 
     def extend_rows(
         self,
-        last: Hashes,
+        hashes: Hashes,
         num_hashed: Tokens,
         tokens: Tokens,
         slot: Tokens,
         num_blocks: Tokens,
-        total: int,
-    ) -> Hashes:
-        """Hash several sequences on, one after the other; `last` and `num_hashed` follow.
+    ) -> None:
+        """Hash several sequences on, one after the other; `num_hashed` follows.
 
         Args:
-            last: u64[S, 2]  hash of the last hashed block of each slot, or its root.
+            hashes: u64[S, Z + 1, 2]  written: hash of each slot after each number of blocks, its root
+                first.  Read is the one after `num_hashed`.
             num_hashed: i32[S]  hashed blocks of each slot.
             tokens: i32[S, length]  of each slot, from position 0.
             slot, num_blocks: i32[n]  whose hashes are wanted, and up to how many blocks.
-            total: hashes that are missing.
         """
-        hashes = np.empty((total, 2), np.uint64)
-        self._fill_rows(
-            *self._key_words, last, num_hashed, tokens, slot, num_blocks, self.block, hashes
-        )
-        return hashes
+        self._fill_rows(*self._key_words, hashes, num_hashed, tokens, slot, num_blocks, self.block)
 
     def root(self, extra: bytes) -> int:
         """What the first block of a prefix with these extra keys continues."""
@@ -199,23 +194,19 @@ def _fill_hashes_ref(
 def _fill_row_hashes_ref(
     k0: np.uint64,
     k1: np.uint64,
-    last: Hashes,
+    hashes: Hashes,
     num_hashed: Tokens,
     tokens: Tokens,
     slot: Tokens,
     num_blocks: Tokens,
     block: int,
-    hashes: Hashes,
 ) -> None:
-    end = 0
     for record, count in zip(slot.tolist(), num_blocks.tolist(), strict=True):
         first = int(num_hashed[record])
-        begin, end = end, end + max(count - first, 0)
         known = tokens[record, first * block : count * block]
-        low, high = last[record]
-        _fill_hashes_ref(k0, k1, low, high, known, block, hashes[begin:end])
-        if end > begin:
-            last[record], num_hashed[record] = hashes[end - 1], count
+        low, high = hashes[record, first]
+        _fill_hashes_ref(k0, k1, low, high, known, block, hashes[record, first + 1 : count + 1])
+        num_hashed[record] = max(first, count)
 
 
 def as_words(value: int | bytes) -> tuple[np.uint64, np.uint64]:
@@ -315,24 +306,21 @@ def _fill_hashes(
 def _fill_row_hashes(
     k0: np.uint64,
     k1: np.uint64,
-    last: Hashes,
+    hashes: Hashes,
     num_hashed: Tokens,
     tokens: Tokens,
     slot: Tokens,
     num_blocks: Tokens,
     block: int,
-    hashes: Hashes,
 ) -> None:
     length = _U((16 + 4 * block) & 0xFF) << _LENGTH_SHIFT
-    i = 0
     for row in range(slot.shape[0]):
         record = slot[row]
-        known = tokens[record]
+        known, chain = tokens[record], hashes[record]
         for place in range(num_hashed[record], num_blocks[row]):
             low, high = _hash_block(
-                k0, k1, last[record, 0], last[record, 1], known, place * block, block, length
+                k0, k1, chain[place, 0], chain[place, 1], known, place * block, block, length
             )
-            hashes[i, 0] = last[record, 0] = low
-            hashes[i, 1] = last[record, 1] = high
-            i += 1
+            chain[place + 1, 0] = low
+            chain[place + 1, 1] = high
         num_hashed[record] = max(num_hashed[record], num_blocks[row])

@@ -22,7 +22,8 @@ class PageGroup:
     def __init__(self, place: int, pool: PagePool) -> None:
         self.place = place  # in `Node.pages`
         self.pool = pool
-        self.nodes_of: dict[int, list[Node]] = {}  # by published page; a KV page may hold several
+        self.node_of: dict[int, Node] = {}  # by published page
+        self.more_of: dict[int, list[Node]] = {}  # further prefixes of a KV page
         self.copies: dict[Node, list[int]] = {}  # further pages of a prefix
 
     def share_page(self, page: int, node: Node) -> bool:
@@ -31,7 +32,7 @@ class PageGroup:
         Raises:
             ContractError: the page holds no part of the block.
         """
-        known = self.nodes_of[page]
+        known = self.nodes(page)
         if any(other is node for other in known):
             return False
         if self.place != KV or any(other.parent is not node.parent for other in known):
@@ -40,8 +41,32 @@ class PageGroup:
                 "another key; expected further keys for parts of the same block only; "
                 "a published page is never written, take a new one"
             )
-        known.append(node)
+        self.more_of.setdefault(page, []).append(node)
         return True
+
+    def nodes(self, page: int) -> list[Node]:
+        """The prefixes that a page holds."""
+        node = self.node_of.get(page)
+        return [] if node is None else [node, *self.more_of.get(page, ())]
+
+    def pop_nodes(self, page: int) -> list[Node]:
+        """The prefixes of a published page, which is entered no longer."""
+        first = self.node_of.pop(page)
+        return [first, *self.more_of.pop(page)] if page in self.more_of else [first]
+
+    def remove_node(self, page: int, node: Node) -> None:
+        """Take one of several prefixes out of a page."""
+        first, *rest = [other for other in self.nodes(page) if other is not node]
+        self.node_of[page] = first
+        self.more_of[page] = rest
+        if not rest:
+            del self.more_of[page]
+
+    def clear(self) -> None:
+        """Forget all prefixes."""
+        self.node_of.clear()
+        self.more_of.clear()
+        self.copies.clear()
 
     def has_other(self, node: Node, page: int) -> bool:
         """Whether a prefix can do without this page."""
@@ -54,6 +79,7 @@ class PagedTree:
     def __init__(self, pools: Sequence[PagePool], state: int, kv_block: int) -> None:
         """`pools`: of the groups, full attention first; `state`: place of the recurrent one, -1 for none."""
         self.groups = [PageGroup(place, pool) for place, pool in enumerate(pools)]
+        self._kv = self.groups[KV]
         self.state = state
         self.kv_block = kv_block
         self.nodes: dict[int, Node] = {}  # of whole blocks, by key
@@ -107,13 +133,37 @@ class PagedTree:
             node = self.nodes[keys[block]] = Node(keys[block], parent, num_tokens, len(self.groups))
         return self.publish(KV, node, page)
 
+    def publish_next(
+        self, parent: Node | None, key: int, num_tokens: int, page: int
+    ) -> Node | None:
+        """`publish_kv` of a new block behind the prefix `parent`, if that is known and the page is new.
+
+        Returns:
+            The prefix with the block, of `num_tokens` tokens; None where the caller must look closer.
+        """
+        node_of = self._kv.node_of
+        if (
+            parent is None
+            or not parent.pages[KV]  # out of the tree
+            or parent.num_tokens + self.kv_block != num_tokens
+            or key in self.nodes
+            or page in node_of
+            or self.log is not None
+        ):
+            return None
+        self._kv.pool.publish(page)
+        node = self.nodes[key] = node_of[page] = Node(key, parent, num_tokens, len(self.groups))
+        node.pages[KV] = page
+        self.num_changes += 1
+        return node
+
     def publish(self, place: int, node: Node, page: int) -> bool:
         """Make the page of a group findable under a prefix; False when the prefix has one already."""
         group = self.groups[place]
         try:
-            if page not in group.nodes_of:
+            if page not in group.node_of:
                 group.pool.publish(page)
-                group.nodes_of[page] = [node]
+                group.node_of[page] = node
             elif not group.share_page(page, node):
                 return False
         except ContractError:
@@ -130,9 +180,9 @@ class PagedTree:
 
     def forget(self, group: PageGroup, page: int) -> list[Node]:
         """Take a page out of its prefixes and of what is published; returns the prefixes."""
-        nodes = group.nodes_of.pop(page)
+        nodes = group.pop_nodes(page)
         for node in nodes:
-            copies = group.copies.get(node)
+            copies = group.copies.get(node) if group.copies else None
             if node.pages[group.place] != page:
                 assert copies is not None
                 copies.remove(page)
@@ -160,7 +210,7 @@ class PagedTree:
             return list(pages)
         kept = []
         for page in pages:
-            if all(group.has_other(node, page) for node in group.nodes_of[page]):
+            if all(group.has_other(node, page) for node in group.nodes(page)):
                 self.forget(group, page)
             else:
                 kept.append(page)
@@ -169,11 +219,11 @@ class PagedTree:
     def clear(self) -> None:
         """Forget all prefixes.  Cached pages become free; owned pages stay with their owners, private."""
         for group in self.groups:
-            for page in group.nodes_of:
+            for page, node in group.node_of.items():
                 group.pool.unpublish(page)
-            self.num_dropped += len(group.nodes_of)
-            group.nodes_of.clear()
-            group.copies.clear()
+                node.pages[group.place] = NULL_PAGE  # who still knows the node sees that it went
+            self.num_dropped += len(group.node_of)
+            group.clear()
         self.nodes.clear()
         self._roots.clear()
         self.num_changes += 1
@@ -182,7 +232,9 @@ class PagedTree:
 
     def prune(self, node: Node) -> None:
         """Take nodes out of the tree that hold nothing, upwards."""
-        while node.parent is not None and node.is_leaf and not any(node.pages):
+        while (
+            not node.pages[KV] and node.parent is not None and node.is_leaf and not any(node.pages)
+        ):
             if not node.tail:
                 if self.nodes.pop(node.key, None) is None:
                     return  # taken out before
@@ -205,7 +257,7 @@ class PagedTree:
                     reached[place] |= {page, *self.groups[place].copies.get(node, ())} - {NULL_PAGE}
         for group, pages in zip(self.groups, reached, strict=True):
             group.pool.check_books()
-            keyed = set(group.nodes_of)
+            keyed = set(group.node_of)
             flagged = {p for p in range(group.pool.num_pages) if group.pool.is_published(p)}
             if not keyed == flagged == pages:
                 raise ContractError(
@@ -220,7 +272,7 @@ class PagedTree:
             )
 
     def _check_node(self, node: Node) -> None:
-        below = [*(node.children or ()), *(node.tails or {}).values()]
+        below = node.children()
         covered = 0 if self.state < 0 else sum(is_covered(child, self.state) for child in below)
         without_kv = not node.pages[KV] and any(node.pages)
         if covered != node.covered_children or without_kv or not (below or any(node.pages)):

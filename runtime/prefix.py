@@ -108,7 +108,7 @@ class PrefixIndex:
     @property
     def state_pages(self) -> int:
         """State pages that are published."""
-        return 0 if self.state < 0 else len(self.tree.groups[self.state].nodes_of)
+        return 0 if self.state < 0 else len(self.tree.groups[self.state].node_of)
 
     def has_state(self, key: int) -> bool:
         """Whether a state page is published under `key`."""
@@ -133,7 +133,7 @@ class PrefixIndex:
 
     def protected(self, page: int) -> int:
         """Tokens of a KV page that must not be written."""
-        nodes = self.tree.groups[KV].nodes_of.get(page, ())
+        nodes = self.tree.groups[KV].nodes(page)
         return max((len(node.tail) or self.kv_block for node in nodes), default=0)
 
     def lookup(
@@ -226,6 +226,13 @@ class PrefixIndex:
                 f"PrefixIndex: a state at position {position}, but its key is that of {node.num_tokens} "
                 "tokens; expected one number; pass the length of the hashed prefix"
             )
+        return self._enter_state(node, page, value)
+
+    def publish_state_on(self, node: Node, page: int) -> bool:
+        """`publish_state` for a prefix of whole blocks whose node in the tree the caller has."""
+        return not node.pages[self.state] and self._enter_state(node, page, None)
+
+    def _enter_state(self, node: Node, page: int, value: Value | None) -> bool:
         node.value = Value() if value is None else value
         self.tree.publish(self.state, node, page)
         cover(node, self.state)
@@ -289,14 +296,16 @@ class PrefixIndex:
 
     def is_useful(self, page: int) -> bool:
         """Whether a surviving state can use a KV page; without recurrent layers none can say so."""
-        nodes, state = self.tree.groups[KV].nodes_of.get(page, ()), self.state
-        if state < 0 or not nodes:
+        group, state = self.tree.groups[KV], self.state
+        node = group.node_of.get(page)
+        if state < 0 or node is None:
             return False
-        return is_covered(nodes[0], state) or any(is_covered(node, state) for node in nodes[1:])
+        others = group.more_of.get(page, ())
+        return is_covered(node, state) or any(is_covered(other, state) for other in others)
 
     def node_of_state(self, page: int) -> Node:
         """The prefix of a published state page."""
-        return self.tree.groups[self.state].nodes_of[page][0]
+        return self.tree.groups[self.state].node_of[page]
 
     def state_pool_refcount(self, page: int) -> int:
         """How often a state page is held."""
@@ -311,7 +320,7 @@ class PrefixIndex:
         """Unpublish a page, and whatever is of no use without it."""
         group = self.tree.group_of(pool)
         if self.state >= 0 and pool is self.state_pool:
-            self.drop_state(group.nodes_of[page][0])
+            self.drop_state(group.node_of[page])
             return
         for node in self.tree.forget(group, page):
             if group.place == KV and not node.pages[KV]:
@@ -326,13 +335,14 @@ class PrefixIndex:
             self._evicted[node.key] = None
             if len(self._evicted) > _REMEMBERED:
                 self._evicted.popitem(last=False)
-        self._evictor.on_bare(uncover(node, self.state))
+        if bare := uncover(node, self.state):
+            self._evictor.on_bare(bare)
         if node.tail:  # nothing else can use it
-            kv_page = node.pages[KV]
-            if kv_page and len(self.tree.groups[KV].nodes_of[kv_page]) == 1:
-                self.tree.forget(self.tree.groups[KV], kv_page)
+            kv_page, kv = node.pages[KV], self.tree.groups[KV]
+            if kv_page and kv_page not in kv.more_of:
+                self.tree.forget(kv, kv_page)
             elif kv_page:
-                self.tree.groups[KV].nodes_of[kv_page].remove(node)
+                kv.remove_node(kv_page, node)
             node.pages[KV] = 0
             self.tree.prune(node)
 

@@ -3,6 +3,9 @@ Prefixes as a tree: a node is one block of tokens behind its parent, with the pa
 
 A node is covered if a state stands on it or below it: then its KV pages are good for something.  Counts are
 kept along the edges, so that a state that comes or goes costs as many steps as blocks change.
+
+Most nodes have one child.  Children are linked to one another: a container in each node would take as long to
+make as the node, and the garbage collector would have to look at it.
 """
 
 from __future__ import annotations
@@ -25,10 +28,12 @@ class Node:
     """A prefix of whole blocks, or of whole blocks and a tail shorter than a block.  Enters its parent."""
 
     __slots__ = (
-        "children",
+        "child",
         "covered_children",
         "key",
+        "newer",
         "num_tokens",
+        "older",
         "pages",
         "parent",
         "tail",
@@ -45,16 +50,19 @@ class Node:
         self.num_tokens = num_tokens
         self.tail = tail  # tokens behind the last whole block
         self.pages = [0] * num_groups  # page that a lookup gets, by place of the group; 0 if none
-        self.children: dict[Node, None] | None = None  # of whole blocks
+        self.child: Node | None = None  # of whole blocks, the latest; the others are behind it
+        self.older: Node | None = None  # sibling that entered the parent before
+        self.newer: Node | None = None  # and after this one
         self.tails: dict[tuple[int, ...], Node] | None = None
         self.covered_children = 0
         self.value: Value | None = None  # of the state that stands here
         if parent is None:
             return
         if not tail:
-            if parent.children is None:
-                parent.children = {}
-            parent.children[self] = None
+            older = self.older = parent.child
+            if older is not None:
+                older.newer = self
+            parent.child = self
         else:
             if parent.tails is None:
                 parent.tails = {}
@@ -67,14 +75,29 @@ class Node:
         if self.tail:
             assert parent.tails is not None
             del parent.tails[self.tail]
+            return
+        older, newer = self.older, self.newer
+        if older is not None:
+            older.newer = newer
+        if newer is not None:
+            newer.older = older
         else:
-            assert parent.children is not None
-            del parent.children[self]
+            parent.child = older
+        self.older = self.newer = None
 
     @property
     def is_leaf(self) -> bool:
         """Whether nothing is behind it."""
-        return not self.children and not self.tails
+        return self.child is None and not self.tails
+
+    def children(self) -> list[Node]:
+        """The nodes that stand on this one, whole blocks first, in the order in which they entered."""
+        nodes, child = [], self.child
+        while child is not None:
+            nodes.append(child)
+            child = child.older
+        nodes.reverse()
+        return nodes + list(self.tails.values()) if self.tails else nodes
 
     def below(self) -> Iterator[Node]:
         """All nodes behind this one, parents first."""
@@ -83,8 +106,7 @@ class Node:
             node = stack.pop()
             if node is not self:
                 yield node
-            stack += node.children or ()
-            stack += (node.tails or {}).values()
+            stack += node.children()
 
     def above(self, blocks: int) -> Node:
         """The prefix that is some blocks shorter; the root where there are no more."""

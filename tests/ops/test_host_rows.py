@@ -367,6 +367,7 @@ def test_a_row_without_known_tokens_decodes_one_token(suffix):
     args = ints([0, 1]), ints([0, 0]), both_rows, both_rows, tokens
     assert fill(*args, 2, table, *Area(2, 3).both, 4) == 3
     assert fill(*args, 1, table, *Area(2, 3).both, 4) == REFUSED
+    assert fill(*args[:2], ints([1, 0]), *args[3:], 1, table, *Area(2, 3).both, 4) == REFUSED
     assert fill(*args[:4], tokens[:, :1].copy(), 2, table, *Area(2, 3).both, 4) == REFUSED
 
 

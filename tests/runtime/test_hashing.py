@@ -61,16 +61,15 @@ def test_sequences_hashed_on_together_equal_each_hashed_alone(compiled: bool, bl
     hasher = BlockHasher(block=block, key=KEY, compiled=compiled)
     tokens = np.random.default_rng(block).integers(0, 99, (4, 31)).astype(np.int32)
     alone = [hasher.extend(None, row, b"abc"[:n]) for n, row in enumerate(tokens)]
-    num_hashed, last = ids(2, 0, 3, 1), np.zeros((4, 2), np.uint64)
+    num_hashed, hashes = ids(2, 0, 3, 1), np.zeros((4, 7, 2), np.uint64)
     for slot, count in enumerate(num_hashed.tolist()):
         root = as_words(hasher.root(b"abc"[:slot]))
-        last[slot] = alone[slot][count - 1] if count else root
+        hashes[slot, count] = alone[slot][count - 1] if count else root
     slot, up_to = ids(3, 0, 1), ids(4, 2, 1)  # three more, none, one; slot 2 is not asked
-    before = last[2].copy()
-    got = hasher.extend_rows(last, num_hashed, tokens, slot, up_to, total=4)
-    assert np.array_equal(got, np.concatenate([alone[3][1:4], alone[1][:1]]))
-    assert num_hashed.tolist() == [2, 1, 3, 4] and np.array_equal(last[2], before)
-    assert np.array_equal(last[[3, 0, 1]], [alone[3][3], alone[0][1], alone[1][0]])
+    want = hashes.copy()
+    want[3, 2:5], want[1, 1:2] = alone[3][1:4], alone[1][:1]
+    hasher.extend_rows(hashes, num_hashed, tokens, slot, up_to)
+    assert np.array_equal(hashes, want) and num_hashed.tolist() == [2, 1, 3, 4]
 
 
 def test_a_view_with_a_stride_hashes_as_its_copy() -> None:
