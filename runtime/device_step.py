@@ -43,8 +43,10 @@ class DeviceStep:
         self.temporal, self.conv = arenas
         self.window_rows = layout.window_rows
         self.conv_offset, self.conv_width = layout.conv_table(device)
-        self.token = torch.full((rows,), -1, dtype=torch.int32, device=device)  # i32[R]
-        self.logprob = torch.zeros(rows, dtype=torch.float32, device=device)  # f32[R]
+        # i32[2, R]  sampled tokens, and the bits of their log-probabilities: sent by one copy
+        self.result = torch.zeros((2, rows), dtype=torch.int32, device=device)
+        self.token = self.result[0].fill_(-1)  # i32[R]
+        self.logprob = self.result[1].view(torch.float32)  # f32[R]
         self.move_from = torch.zeros((2, rows), dtype=torch.int32, device=device)
         self.move_to = torch.zeros(rows, dtype=torch.int32, device=device)
         self.move_shift = torch.zeros(rows, dtype=torch.int32, device=device)

@@ -159,8 +159,8 @@ FAULTS = (
     _fault("F3", "one area for all results", "runtime.runner:_NUM_RESULTS", "", "1"),
     _fault("F3", "the event of the results is recorded ahead of their copies", f"{_RUNNER}._send_results",
            "area.arrived.record()\n    return area", "return area",
-           Edit(f"{_RUNNER}._send_results", "copy(area.token[:num], self",
-                "area.arrived.record(); copy(area.token[:num], self")),
+           Edit(f"{_RUNNER}._send_results", "self.queue.copy(area.result, self",
+                "area.arrived.record(); self.queue.copy(area.result, self")),
     _fault("F3", "results are sent ahead of the step that makes them", f"{_RUNNER}.launch",
            "return InFlight(plan, self._send_results(plan, *launch(plan)))",
            "area = self._send_results(plan, plan.num_rows, []) if not plan.num_logprobs else None; "
