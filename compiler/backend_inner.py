@@ -24,6 +24,7 @@ from torch._inductor.exc import InductorError
 
 from midstream.compiler.backend_analysis import GraphFacts
 from midstream.compiler.backend_options import BackendOptions
+from midstream.compiler.one_token import fuse_projections
 from midstream.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("midstream", "FRAGMENT")
@@ -41,12 +42,12 @@ def compile_with_inductor(
         UnsupportedError: when Inductor cannot compile the graph.
     """
     patches = {**_mode_patches(settings), "triton.cudagraphs": False}
-    use_cache = functorch_config.enable_autograd_cache and not facts.has_foreign_ops
+    copied = _with_kept_copies(gm, facts)
+    fused = 0 if facts.needs_backward else fuse_projections(copied)
+    use_cache = functorch_config.enable_autograd_cache and not (facts.has_foreign_ops or fused)
     try:
         with functorch_config.patch(enable_autograd_cache=use_cache):
-            compiled: Any = compile_fx(
-                _with_kept_copies(gm, facts), list(inputs), config_patches=patches
-            )
+            compiled: Any = compile_fx(copied, list(inputs), config_patches=patches)
             return compiled
     except InductorError as error:
         raise UnsupportedError(

@@ -28,6 +28,7 @@ from midstream.compiler.families.mixer import (
     export_alignment,
 )
 from midstream.compiler.layout import KvLayout, StateLayout
+from midstream.compiler.one_token import inductor_with_projections
 from midstream.compiler.pieces import Backend, compile_pieces, distinct_sizes
 from midstream.compiler.validation import (
     check_attention,
@@ -121,7 +122,7 @@ def lower(
     kv_block: int = 16,
     drafts: int = 0,
     experts: str | None = None,
-    backend: Backend = "inductor",
+    backend: Backend = inductor_with_projections,
 ) -> LoweredModel:
     """Lower `model` in place and return the handle that runs and undoes it.
 
@@ -133,7 +134,8 @@ def lower(
         drafts: extra rows of the convolution windows, for speculative steps.
         experts: transformers' experts implementation.  None: the one that reads nothing on the host and
             needs the least memory, see `default_experts`.
-        backend: what `torch.compile` uses when `compile_mode` is "inductor".
+        backend: what `torch.compile` uses when `compile_mode` is "inductor"; by default Inductor, behind
+            `one_token.fuse_projections`.
 
     Raises:
         UnsupportedError: for a family, layer or option without a lowering.

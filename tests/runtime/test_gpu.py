@@ -10,6 +10,7 @@ from tiny_models import FAMILIES, VOCAB, build
 from torch.profiler import ProfilerActivity, profile
 
 import midstream
+from midstream.graphs.kernels import kernels_of
 from midstream.graphs.table import decode_key
 
 pytestmark = pytest.mark.gpu
@@ -47,6 +48,19 @@ def test_tokens_equal_full_forwards_with_graphs_on_and_off(family: str) -> None:
         assert [list(out.token_ids) for out in alone] == want
         assert [list(out.token_ids) for out in together] == want
         assert all(out.num_cached_tokens >= 32 for out in alone[2:4])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_step_of_one_compiled_row_runs_gemv_and_equals_full_forwards(
+    family: str,
+) -> None:
+    prompts, oracle = five_prompts(VOCAB), Oracle(build(family).cuda())
+    with guarded_engine(build(family).cuda(), **SMALL | {"max_rows": 1}) as engine:
+        alone = [serve(engine, [prompt], 40)[0] for prompt in prompts]
+        graphs = engine._parts.runner.graphs
+        ran = kernels_of(lambda: graphs.replay(decode_key(1)))
+    assert [list(out.token_ids) for out in alone] == [oracle.greedy(p, 40) for p in prompts]
+    assert sum(kernel.name.startswith("_gemv_kernel") for kernel in ran) >= 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

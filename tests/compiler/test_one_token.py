@@ -1,0 +1,291 @@
+"""Projections of one token become one kernel each, and nothing else does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from backend_rig import Watched
+from compiler_rig import PagedRig
+from tiny_models import FAMILIES, build, prompt
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from torch.testing._internal.two_tensor import TwoTensor
+
+from midstream.compiler import backend_inner, lower
+from midstream.compiler.one_token import fuse_projections
+from midstream.graphs.kernels import kernels_of
+from midstream.ops.gemv import MAX_WIDTH, gemv
+
+WIDTH, HIDDEN = 16, 24
+EPS = 1e-5
+
+
+class Fused:
+    """A function whose traced graphs go through the pass; no compiler behind it."""
+
+    def __init__(self, function: Callable[..., Any], **compile_args: Any) -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+        self.call = torch.compile(function, backend=self.backend, **compile_args)
+
+    def backend(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        fuse_projections(gm, "cpu")
+        gm.graph.lint()
+        self.graphs.append(gm)
+        return gm.forward
+
+    @property
+    def kernels(self) -> list[torch.fx.Node]:
+        return [
+            node for gm in self.graphs for node in gm.graph.nodes if node.target is gemv.overload
+        ]
+
+    def left(self, target: Any) -> int:
+        return sum(node.target is target for gm in self.graphs for node in gm.graph.nodes)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    """As transformers writes it."""
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * wide.to(x.dtype)
+
+
+def check(function: Callable[..., Any], *args: Any, kernels: int, linears: int = 0) -> Fused:
+    """Equal results, and so many kernels and products left."""
+    fused = Fused(function)
+    with torch.no_grad():
+        want, found = function(*args), fused.call(*args)
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+    assert (len(fused.kernels), fused.left(linear)) == (kernels, linears)
+    return fused
+
+
+X, SCALE = random(1, 1, WIDTH), random(WIDTH)
+IN, UP, OUT = random(HIDDEN, WIDTH), random(HIDDEN, WIDTH) / 2, random(WIDTH, HIDDEN)
+
+
+def mlp(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    h = norm(x, scale)
+    return x + linear(silu(linear(h, gate)) * linear(h, up), down)
+
+
+def test_norm_gate_and_residual_go_into_two_kernels() -> None:
+    fused = check(mlp, X, SCALE, IN, UP, OUT, kernels=2)
+    assert fused.left(silu) == fused.left(torch.rsqrt) == 0
+
+
+def test_one_norm_goes_into_all_projections_behind_it() -> None:
+    def project(x: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        h = norm(x, scale)
+        return linear(h, a).view(1, 1, 4, -1).transpose(1, 2), linear(h, b)
+
+    fused = check(project, X, SCALE, IN, UP, kernels=2)
+    assert fused.left(torch.rsqrt) == 0
+
+
+def test_a_norm_that_others_read_too_stays_for_them() -> None:
+    def project(x: Tensor, scale: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        h = norm(x, scale)
+        return linear(h, a), h.sin()
+
+    assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
+
+
+@pytest.mark.parametrize("x", [random(1, 2, WIDTH), random(2, WIDTH)], ids=["tokens", "rows"])
+def test_two_rows_are_left_alone(x: Tensor) -> None:
+    check(mlp, x, SCALE, IN, UP, OUT, kernels=0, linears=3)
+
+
+def test_rows_wider_than_a_program_holds_are_left_alone() -> None:
+    check(linear, random(1, MAX_WIDTH + 1), random(2, MAX_WIDTH + 1), kernels=0, linears=1)
+
+
+def test_a_bias_is_added_and_a_residual_behind_it() -> None:
+    def project(x: Tensor, w: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        return residual + linear(x, w, bias)
+
+    check(project, X, IN, random(HIDDEN), random(1, 1, HIDDEN), kernels=1)
+
+
+def test_a_gate_over_another_input_is_left_apart() -> None:
+    def project(x: Tensor, other: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return silu(linear(x, a)) * linear(other, b)
+
+    assert check(project, X, X + 1, IN, UP, kernels=2).left(silu) == 1
+
+
+def test_a_gate_by_itself_is_no_product_of_two() -> None:
+    def project(x: Tensor, a: Tensor) -> Tensor:
+        gate = silu(linear(x, a))
+        return gate * gate
+
+    check(project, X, IN, kernels=1)
+
+
+@pytest.mark.parametrize("residual", [random(1), random(1, 1, 1), random(3, 1, HIDDEN)])
+def test_a_sum_that_broadcasts_is_left_apart(residual: Tensor) -> None:
+    check(lambda x, w, r: r + linear(x, w), X, IN, residual, kernels=1)
+
+
+def test_a_product_that_others_read_too_is_not_hidden_in_a_sum() -> None:
+    def project(x: Tensor, w: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        y = linear(x, w)
+        return residual + y, y * 2
+
+    check(project, X, IN, random(1, 1, HIDDEN), kernels=1)
+
+
+def test_what_is_written_behind_the_norm_is_not_read_by_the_kernel() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        h = norm(x, scale)
+        x.add_(1)
+        return linear(h, w)
+
+    fused = Fused(project)
+    with torch.no_grad():
+        want, found = project(X.clone(), SCALE, IN), fused.call(X.clone(), SCALE, IN)
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+    assert fused.left(torch.rsqrt) == 1
+    assert len(fused.kernels) == 1
+
+
+def test_what_is_written_behind_the_product_goes_into_the_sum() -> None:
+    def project(x: Tensor, w: Tensor, residual: Tensor) -> Tensor:
+        y = linear(x, w)
+        residual.mul_(2)
+        return residual + y
+
+    fused = Fused(project)
+    residual = random(1, 1, HIDDEN)
+    with torch.no_grad():
+        want = project(X, IN, residual.clone())
+        found = fused.call(X, IN, residual.clone())
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dim", [(-1, -2), 1])
+def test_a_mean_over_other_dimensions_is_no_norm(dim: Any) -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(dim, keepdim=True) + EPS)
+        return linear(scale * wide.to(x.dtype), w)
+
+    assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
+
+
+def test_a_norm_with_a_weight_that_broadcasts_is_left_apart() -> None:
+    fused = check(lambda x, s, w: linear(norm(x, s), w), X, random(1), IN, kernels=1)
+    assert fused.left(torch.rsqrt) == 1
+
+
+def test_a_norm_that_rounds_to_fewer_bits_is_left_apart() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        wide = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+        return linear(scale * wide.to(torch.float8_e4m3fn).to(x.dtype), w)
+
+    assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
+
+
+def test_a_gate_that_is_computed_in_place_is_seen_by_the_product_behind_it() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        h = norm(x, scale)
+        silu(x, inplace=True)
+        return linear(h, w) + linear(x, w)
+
+    fused = Fused(project)
+    with torch.no_grad():
+        want, found = project(X.clone(), SCALE, IN), fused.call(X.clone(), SCALE, IN)
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("bias", [random(2 * HIDDEN)[::2], None], ids=["gaps", "none"])
+def test_a_bias_with_gaps_leaves_the_product_alone(bias: Tensor | None) -> None:
+    check(
+        lambda x, w: linear(x, w, bias),
+        X,
+        IN,
+        kernels=int(bias is None),
+        linears=int(bias is not None),
+    )
+
+
+def test_autocast_decides_the_dtype_of_a_product() -> None:
+    fused = Fused(lambda x, w: linear(x, w))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert fused.call(X, IN).dtype == torch.bfloat16
+    assert not fused.kernels
+
+
+def test_weights_that_only_look_like_tensors_are_left_alone() -> None:
+    fused = Fused(lambda x, w: linear(x, w))
+    with torch.no_grad():
+        fused.call(X, TwoTensor(IN.clone(), UP.clone()))
+        assert not fused.kernels
+        fused.call(X, nn.Parameter(IN.clone()))
+    assert len(fused.kernels) == 1
+
+
+def test_bf16_results_are_as_near_to_float64_as_unfused_ones() -> None:
+    args = [t.bfloat16() for t in (X, SCALE, IN, UP, OUT)]
+    exact = mlp(*(t.double() for t in args))
+    fused = Fused(mlp)
+    with torch.no_grad():
+        found, plain = fused.call(*args), mlp(*args)
+    assert len(fused.kernels) == 2
+    assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "inference"])
+def test_the_backend_fuses_what_needs_no_gradients(grad: bool, monkeypatch: Any) -> None:
+    fused: list[int] = []
+    monkeypatch.setattr(
+        backend_inner, "fuse_projections", lambda gm: fused.append(fuse_projections(gm, "cpu")) or fused[-1]
+    )  # fmt: skip
+    watched = Watched(lambda x, w: linear(x, w), options={})
+    weight = nn.Parameter(IN.clone())
+    if grad:
+        watched._compiled(X, weight).sum().backward()
+        assert weight.grad is not None
+        assert not fused
+    else:
+        torch.testing.assert_close(watched(X, weight), linear(X, weight))
+        assert fused == [1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lowered_models_decode_the_same_tokens(family: str) -> None:
+    ids = prompt(12)
+    kernels = Fused(lambda: None)
+    logits = []
+    for mode in ("eager", "inductor"):
+        lowered = lower(build(family), compile_mode=mode, backend=kernels.backend)  # type: ignore[arg-type]
+        rig = PagedRig(lowered)
+        live = rig.start()
+        steps = [rig.chunk([(live, ids[:9])])]
+        steps += [rig.decode([(live, int(token))]) for token in ids[9:]]
+        logits.append(torch.cat(steps))
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert len(kernels.kernels) >= 6  # a mixer, an attention layer
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_backend_replays_the_kernels(dtype: torch.dtype) -> None:
+    args = [tensor.to("cuda", dtype) for tensor in (X, SCALE, IN, UP, OUT)]
+    exact = mlp(*(tensor.double() for tensor in args))
+    watched = Watched(mlp, options={})
+    with torch.inference_mode():
+        plain = mlp(*args)
+    for _ in range(3):
+        found = watched(*args)
+        assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max() + 1e-6
+    assert watched.num_replays >= 1
+    names = [kernel.name for kernel in kernels_of(lambda: watched(*args))]
+    assert sum(name.startswith("_gemv_kernel") for name in names) == 2
