@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from compiler_rig import PagedRig
@@ -54,6 +56,30 @@ def test_equal_sizes_at_the_first_call_do_not_bind_later_calls() -> None:
     rig.spare = 4
     rig.decode([(live, 7) for live in lives[:3]])
     assert counter.frame_count == _LAYER_KINDS + _OTHER
+
+
+def test_tracing_has_no_symbolic_widths_no_floats_and_keeps_no_results_of_operators() -> None:
+    widths: list[int | torch.SymInt] = []
+    methods: set[Any] = set()
+
+    def look(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        methods.update(node.target for node in gm.graph.nodes if node.op == "call_method")
+        values = [node.meta["example_value"] for node in gm.graph.find_nodes(op="placeholder")]
+        widths.extend(v.shape[2] for v in values if isinstance(v, torch.Tensor) and v.dim() == 3)
+        return gm.forward
+
+    rig = PagedRig(lower(build("bamba"), compile_mode="inductor", backend=look))
+    kept = _num_kept_results()
+    rig.chunk([(rig.start(), prompt(17))])
+    assert len(widths) > _LAYER_KINDS
+    assert {type(width) for width in widths} == {int}
+    assert "item" not in methods
+    assert _num_kept_results() == kept
+
+
+def _num_kept_results() -> int:
+    """Results of operators on fake tensors that torch holds for the next time."""
+    return int(torch._subclasses.FakeTensorMode.cache_info().size)
 
 
 @pytest.mark.slow
