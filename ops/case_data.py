@@ -32,6 +32,13 @@ def draw_pitched(generator: torch.Generator, *shape: int, dtype: torch.dtype, ga
     return wide[:, :width].unflatten(1, shape[1:])
 
 
+def slice_of_wider(tensor: Tensor, before: int, behind: int) -> Tensor:
+    """The same numbers between columns of NaN, as a fused projection leaves its parts."""
+    shape = (len(tensor), before + tensor[0].numel() + behind)
+    wide = torch.full(shape, float("nan"), dtype=tensor.dtype, device=tensor.device)
+    return wide[:, before : shape[1] - behind].unflatten(1, tensor.shape[1:]).copy_(tensor)
+
+
 def poisoned_arena(
     generator: torch.Generator,
     pages: int,

@@ -23,14 +23,10 @@ MAX_REGISTERS = 255  # of a thread: what the instruction set can name
 MAX_STREAMING_REGISTERS = 128  # 65536 registers of an SM / 16 warps / 32 threads
 
 _SAMPLE = "32 logits, their noise and 4 counter words a thread; one scan of the logits a step"
-_COLUMNS = (
-    "whole columns of 128 keys, so that sums between warps are few; faster than smaller tiles"
-)
 _SCAN = "a thread keeps its states over all tokens of a row; the exponentials are the bound"
 
 # (op, kernel): registers, why the kernel may need more than its op's bound
 REGISTERS: dict[tuple[str, str], tuple[int, str]] = {
-    ("gated_delta_step", "_step_kernel"): (255, _COLUMNS),
     ("sample", "_scan_kernel"): (168, _SAMPLE),
     ("selective_scan_chunk", "_selective_scan_chunk_kernel"): (216, _SCAN),
 }
@@ -57,6 +53,7 @@ SPILLS: dict[tuple[str, int, str, str], tuple[int, str]] = {
     ("3.6", 90, "sample", "_finish_kernel"): (8, _TINY),
     ("3.7", 90, "sample", "_scan_kernel"): (8, _ONCE),
     ("3.7", 100, "sample", "_scan_kernel"): (8, _ONCE),
+    ("3.7", 100, "kda_step", "_linear_step_kernel"): (16, f"with queries of fp32 only; {_ONCE}"),
     ("3.7", 100, "ssd_chunk", "_prepare_kernel"): (8, _ONCE),
 }
 

@@ -33,8 +33,10 @@ from torch import Tensor
 from midstream.ops.case_data import draw_pitched, element_offset, index, poisoned_arena
 from midstream.ops.chunk_table import CHUNK, cut_chunks
 from midstream.ops.device_limits import shared_limit
-from midstream.ops.gated_delta_step import NORM_EPS, check_heads, delta_rule, draw_gates
+from midstream.ops.gated_delta_step import delta_rule
 from midstream.ops.gated_delta_tokens import launch_tokens
+from midstream.ops.linear_heads import LinearShape, check_heads, draw_gates
+from midstream.ops.linear_step import NORM_EPS
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 from midstream.ops.unit_lower_inverse import unit_lower_inverse
@@ -359,7 +361,7 @@ def _build(case: _Case, rng: torch.Generator, dtype: torch.dtype, device: torch.
     pages = 2 + 2 * rows + len(exports)
     size = case.heads * case.key_width * case.value_width
     keys = (tokens, case.key_heads, case.key_width)
-    gates = draw_gates(rng, tokens, case.heads, dtype)
+    gates = draw_gates(rng, tokens, dtype, LinearShape(case.heads))
     if case.decay is not None:
         gates["g"] = torch.full_like(gates["g"], case.decay).log()
     k = draw_pitched(rng, *keys, dtype=dtype, gap=case.gap)

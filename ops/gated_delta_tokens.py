@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from midstream.ops.gated_delta_step import NORM_EPS, check_heads, delta_rule_token
+from midstream.ops.linear_heads import check_heads
+from midstream.ops.linear_step import NORM_EPS, delta_rule_token
 from midstream.ops.paged_state import aligned_elements
 
 _TILE_V = 32  # values per program

@@ -33,9 +33,10 @@ from torch import Tensor
 
 from midstream.ops.chunk_table import CHUNK
 from midstream.ops.device_limits import shared_limit
+from midstream.ops.gated_delta_step import delta_rule
 from midstream.ops.gated_delta_tokens import launch_tokens
 from midstream.ops.kda_prepare import prepare_chunks
-from midstream.ops.kda_step import check_kda, draw_kda_gates, kda_rule
+from midstream.ops.kda_step import check_kda, draw_kda_gates
 from midstream.ops.linear_heads import LinearShape, chunk_args, chunk_traffic
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
@@ -72,7 +73,7 @@ def kda_chunk_ref(
     for turn in range(max((behind - first).tolist(), default=0)):
         row = (first + turn < behind).nonzero()[:, 0]
         token = first[row] + turn
-        state[row], result = kda_rule(
+        state[row], result = delta_rule(
             state[row], q[token], k[token], v[token], g[token], beta[token]
         )
         out[token] = result.to(out.dtype)

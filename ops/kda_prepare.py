@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.ops.chunk_table import CHUNK
-from midstream.ops.gated_delta_step import NORM_EPS
+from midstream.ops.linear_step import NORM_EPS
 from midstream.ops.unit_lower_inverse import unit_lower_inverse
 
 _LEVELS = CHUNK.bit_length() - 1  # CHUNK == 2**_LEVELS

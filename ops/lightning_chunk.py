@@ -30,13 +30,9 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.ops.chunk_table import CHUNK
-from midstream.ops.lightning_step import (
-    check_lightning,
-    draw_log_decays,
-    lightning_rule,
-    lightning_token,
-)
-from midstream.ops.linear_heads import LinearShape, chunk_args, chunk_traffic
+from midstream.ops.lightning_step import check_lightning, lightning_rule
+from midstream.ops.linear_heads import LinearShape, chunk_args, chunk_traffic, draw_log_decays
+from midstream.ops.linear_step import lightning_token
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,16 +20,35 @@ from midstream.ops.case_data import (
     bench_arena,
     chunk_pages,
     decode_pages,
+    draw,
     draw_pitched,
     element_offset,
     poisoned_arena,
 )
-from midstream.ops.gated_delta_step import check_heads
 from midstream.ops.registry import Args, OpCase
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of states and of activations
+MAX_KEY_WIDTH = 256  # a program holds whole columns of the state
 _START = 192  # element at which the region of a case starts
 _OUTSIDE = 5  # tokens of no chunk behind a packed step, all NaN
+
+
+def check_heads(name: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse activations that the kernels cannot read.
+
+    Raises:
+        ContractError: heads, widths or strides do not fit.
+    """
+    if v.shape[1] % k.shape[1] or q.shape != k.shape or k.shape[2] > MAX_KEY_WIDTH:
+        raise ContractError(
+            f"{name}: q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit; q "
+            f"and k must be equal, of width <= {MAX_KEY_WIDTH}, and v's heads a multiple of theirs"
+        )
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ContractError(
+            f"{name}: q, k and v end in strides {q.stride(-1)}, {k.stride(-1)}, {v.stride(-1)}, "
+            "expected 1; make their last dimension contiguous"
+        )
 
 
 def check_linear(name: str, arena: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -128,13 +148,40 @@ def chunk_args(
     }
 
 
-BENCH_SHAPE = LinearShape(heads=32, key_heads=32, key_width=128, value_width=128)
+Gates = Callable[[torch.Generator, int, torch.dtype, LinearShape], Args]
 
 
-def bench_step_cases(
-    gates: Callable[[torch.Generator, int, torch.dtype], Args],
-) -> tuple[OpCase, ...]:
-    """Every row in place, at the sizes of Kimi Linear and in two dtypes of the state."""
+def draw_gates(rng: torch.Generator, tokens: int, dtype: torch.dtype, shape: LinearShape) -> Args:
+    """Decay and strength of the update, for every token and head."""
+    g = draw_log_decays(rng, tokens, shape.heads)
+    return {"g": g, "beta": draw_strengths(rng, tokens, dtype, shape)}
+
+
+def draw_log_decays(rng: torch.Generator, *shape: int) -> Tensor:
+    """From almost none to strong."""
+    return -0.3 * torch.nn.functional.softplus(2.0 * draw(rng, *shape, dtype=torch.float32))
+
+
+def draw_strengths(
+    rng: torch.Generator, tokens: int, dtype: torch.dtype, shape: LinearShape
+) -> Tensor:
+    """Of updates, in (0, 1)."""
+    return draw(rng, tokens, shape.heads, dtype=torch.float32).sigmoid().to(dtype)
+
+
+def step_case(gates: Gates, rows: int = 4, **changes: Any) -> OpCase:
+    """A step of a random layer, the sizes of which differ from `LinearShape()` by `changes`."""
+    shape = LinearShape(**changes)
+
+    def build(rng: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
+        args = decode_args(rng, dtype, rows, shape) | gates(rng, rows, dtype, shape)
+        return {name: value.to(device) for name, value in args.items()}
+
+    return OpCase(f"R{rows}-{shape}", build)
+
+
+def bench_step_cases(gates: Gates, shape: LinearShape) -> tuple[OpCase, ...]:
+    """Every row in place, at the sizes of a real model and in two dtypes of the state."""
 
     def build(
         rng: torch.Generator,
@@ -143,16 +190,16 @@ def bench_step_cases(
         rows: int,
         state_dtype: torch.dtype,
     ) -> Args:
-        arena, page = bench_arena(rng, rows, BENCH_SHAPE.elements, state_dtype)
+        arena, page = bench_arena(rng, rows, shape.elements, state_dtype)
         host = torch.Generator().manual_seed(0)
-        args = draw_heads(host, rows, dtype, BENCH_SHAPE) | gates(host, rows, dtype)
+        args = draw_heads(host, rows, dtype, shape) | gates(host, rows, dtype, shape)
         args = {name: value.to(device) for name, value in args.items()}
         offset = element_offset(0).to(device)
         return {"arena": arena, **args, "offset": offset, "read_page": page, "write_page": page}
 
     return tuple(
         OpCase(
-            f"R{rows}-{BENCH_SHAPE}-{str(state_dtype).removeprefix('torch.')}",
+            f"R{rows}-{shape}-{str(state_dtype).removeprefix('torch.')}",
             partial(build, rows=rows, state_dtype=state_dtype),
         )
         for state_dtype in (torch.float32, torch.bfloat16)

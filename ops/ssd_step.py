@@ -40,7 +40,7 @@ from midstream.ops.paged_state import FUSE_FROM, aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
 _TILE = 2048  # state elements of a program: 8 KB in flight
-_WARPS = 1  # many small programs drain evenly
+_WARPS = 2  # many small programs drain evenly
 _FEW_ROWS = 4  # below, a program's own latency counts
 _WARPS_FEW = 4
 _NULL_PAGE = tl.constexpr(NULL_PAGE)

@@ -12,6 +12,7 @@ run in Triton's interpreter, which computes them wrongly.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
+from midstream.errors import ContractError
+from midstream.ops.case_data import slice_of_wider
 from midstream.ops.guarded_memory import FILLINGS, GuardedArgs, same_bits
 from midstream.ops.launch_recorder import record
 from midstream.ops.registry import Args, OpCase, OpSpec
@@ -70,6 +73,7 @@ def op_suite(spec: OpSpec, device: torch.device | None = None) -> list[Check]:
         ("guards", [narrow], spec.cases),
         ("results", [narrow], most),
         ("replay", [narrow], most),
+        ("slices", [narrow], first),
         ("registration", [torch.float32], first),
     ]
     return [
@@ -190,6 +194,39 @@ def check_replay(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.d
         _assert_same_written(spec, bound, eager, "a replay")
 
 
+def check_slices(spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device) -> None:
+    """Arguments that are slices of wider tensors give the results of whole ones, or are refused by name."""
+    whole = build_args(case, dtype, device)
+    spec.launch(**whole)
+    args, _ = launch_sliced(spec, case, dtype, device)
+    want = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in whole.items()}
+    compare_written(spec, args, want, dtype, "that of arguments which are no slices")
+
+
+def launch_sliced(
+    spec: OpSpec, case: OpCase, dtype: torch.dtype, device: torch.device
+) -> tuple[Args, set[str]]:
+    """Launch with slices wherever the op takes them; returns the arguments, and the names that it refused.
+
+    Sliced is what has rows of floating-point numbers and is no arena.  Rows then lie further apart, each
+    argument's by another number of elements, and begin at odd addresses.
+    """
+    whole = build_args(case, dtype, device)
+    sliced = {name for name, value in whole.items() if _has_rows(value)} - set(spec.arenas)
+    refused: set[str] = set()
+    while True:
+        args = build_args(case, dtype, device)
+        for behind, name in enumerate(sorted(sliced - refused)):
+            args[name] = slice_of_wider(args[name], 3, behind)
+        try:
+            spec.launch(**args)
+            return args, refused
+        except ContractError as error:
+            named = {n for n in sliced - refused if re.search(rf"\b{n}\b", str(error))}
+            assert named, f"{spec.name}: refused, and names none of {sorted(sliced)}: {error}"
+            refused |= named
+
+
 def check_registration(
     spec: OpSpec,
     case: OpCase,
@@ -214,16 +251,19 @@ CHECKS: dict[str, Callable[[OpSpec, OpCase, torch.dtype, torch.device], None]] =
     "guards": check_guards,
     "results": check_results,
     "replay": check_replay,
+    "slices": check_slices,
     "registration": check_registration,
 }
 
 
-def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> None:
+def compare_written(
+    spec: OpSpec, got: Args, want: Args, dtype: torch.dtype, other: str = "the float64 reference"
+) -> None:
     """Assert that every written tensor equals the expected one; NaN equals NaN."""
     for name in written_args(spec):
         have, goal = got[name].cpu(), want[name]
         if not spec.tolerance.relative or not have.is_floating_point():
-            assert same_bits(have, goal), f"{spec.name}: {name} differs"
+            assert same_bits(have, goal), f"{spec.name}: {name} differs from {other}"
             continue
         finite = goal[goal.isfinite()]
         scale = finite.abs().max().item() if finite.numel() else 1.0
@@ -234,7 +274,7 @@ def compare_written(spec: OpSpec, got: Args, want: Args, dtype: torch.dtype) -> 
             rtol=0.0,
             atol=bound,
             equal_nan=True,
-            msg=f"{spec.name}: {name} differs from the float64 reference by more than {bound:.2e}",
+            msg=f"{spec.name}: {name} differs from {other} by more than {bound:.2e}",
         )
 
 
@@ -284,6 +324,16 @@ def _write_contents(bound: Args, fresh: Args) -> None:
             bound[name].copy_(value)
         else:
             assert bound[name] == value, f"{name}: another seed gives another number"
+
+
+def _has_rows(value: object) -> bool:
+    """Several rows of several floating-point numbers."""
+    return (
+        isinstance(value, Tensor)
+        and value.is_floating_point()
+        and value.dim() >= 2
+        and value.shape[0] > 1
+    )
 
 
 def _like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

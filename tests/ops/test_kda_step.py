@@ -1,4 +1,4 @@
-"""kda_step: its declaration, who may write what, drift over thousands of steps, what is refused."""
+"""kda_step: its declaration, drift over thousands of steps, what is refused."""
 
 import pytest
 import torch
@@ -6,12 +6,11 @@ from linear_rig import drift, far_page
 
 from midstream.errors import ContractError
 from midstream.ops.gated_delta_step import gated_delta_step
-from midstream.ops.guarded_memory import same_bits
 from midstream.ops.kda_step import draw_kda_gates, kda_step
 from midstream.ops.testing import build_args, op_suite
 
 BASE = kda_step.cases[0]  # rows: in place, to another page, without history, padding
-IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)
+IN_PLACE = 0
 
 
 @pytest.mark.parametrize("check", op_suite(kda_step), ids=str)
@@ -41,36 +40,6 @@ def test_a_channel_without_memory_forgets_and_the_others_do_not(device):
     want[:, 3] = 0.0
     kda_step.launch(**args)
     assert torch.equal(region, want)
-
-
-def test_padded_rows_touch_no_page_and_their_output_is_zero(device):
-    args = build_args(BASE, torch.float32, device)
-    args["write_page"][:] = 0
-    for name in ("q", "k", "v", "g"):
-        args[name][:] = float("nan")
-    before = args["arena"].clone()
-    kda_step.launch(**args)
-    assert same_bits(args["arena"], before)
-    assert args["out"].count_nonzero() == 0
-
-
-def test_a_read_page_that_is_not_written_keeps_its_bytes(device):
-    args = build_args(BASE, torch.float32, device)
-    page = args["read_page"][TO_OTHER].item()
-    assert page != args["write_page"][TO_OTHER].item()
-    before = args["arena"][page].clone()
-    kda_step.launch(**args)
-    assert same_bits(args["arena"][page], before)
-
-
-def test_no_history_equals_a_page_of_zeros(device):
-    null, zeros = (build_args(BASE, torch.float32, device) for _ in range(2))
-    page = zeros["write_page"][FRESH].item()
-    zeros["read_page"][FRESH] = page
-    zeros["arena"][page] = 0.0
-    kda_step.launch(**null)
-    kda_step.launch(**zeros)
-    assert torch.equal(null["out"], zeros["out"])
 
 
 @pytest.mark.slow

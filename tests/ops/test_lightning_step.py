@@ -1,16 +1,15 @@
-"""lightning_step: its declaration, who may write what, drift over thousands of steps, what is refused."""
+"""lightning_step: its declaration, drift over thousands of steps, what is refused."""
 
 import pytest
 import torch
 from linear_rig import drift, far_page
 
 from midstream.errors import ContractError
-from midstream.ops.guarded_memory import same_bits
 from midstream.ops.lightning_step import lightning_step
 from midstream.ops.testing import build_args, op_suite
 
 BASE = lightning_step.cases[0]  # rows: in place, to another page, without history, padding
-IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)
+IN_PLACE = 0
 
 
 @pytest.mark.parametrize("check", op_suite(lightning_step), ids=str)
@@ -43,36 +42,6 @@ def test_equals_the_lightning_layer_of_transformers(device):
     kv = torch.exp(-slope)[:, None, None] * before + k.transpose(-1, -2) @ args["v"][0][:, None]
     lightning_step.launch(**args)
     torch.testing.assert_close(args["out"][0], (q @ kv)[:, 0], rtol=0, atol=1e-5)
-
-
-def test_padded_rows_touch_no_page_and_their_output_is_zero(device):
-    args = build_args(BASE, torch.float32, device)
-    args["write_page"][:] = 0
-    for name in ("q", "k", "v"):
-        args[name][:] = float("nan")
-    before = args["arena"].clone()
-    lightning_step.launch(**args)
-    assert same_bits(args["arena"], before)
-    assert args["out"].count_nonzero() == 0
-
-
-def test_a_read_page_that_is_not_written_keeps_its_bytes(device):
-    args = build_args(BASE, torch.float32, device)
-    page = args["read_page"][TO_OTHER].item()
-    assert page != args["write_page"][TO_OTHER].item()
-    before = args["arena"][page].clone()
-    lightning_step.launch(**args)
-    assert same_bits(args["arena"][page], before)
-
-
-def test_no_history_equals_a_page_of_zeros(device):
-    null, zeros = (build_args(BASE, torch.float32, device) for _ in range(2))
-    page = zeros["write_page"][FRESH].item()
-    zeros["read_page"][FRESH] = page
-    zeros["arena"][page] = 0.0
-    lightning_step.launch(**null)
-    lightning_step.launch(**zeros)
-    assert torch.equal(null["out"], zeros["out"])
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from midstream.ops.testing import (
     check_reference,
     check_registration,
     check_results,
+    check_slices,
     op_cases,
     op_suite,
     written_args,
@@ -159,6 +160,33 @@ def test_a_kernel_that_reads_workspace_before_it_writes_it_is_caught():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+def _define_for_slices(name, cuda):
+    spec = _define(name, cuda=cuda)
+    return lambda: check_slices(spec, CASES[0], torch.float32, CPU)
+
+
+def test_a_kernel_that_takes_rows_for_adjacent_is_caught():
+    def flat(out, x):
+        out.copy_(2 * x.as_strided(x.shape, (3, 1)))
+
+    with pytest.raises(AssertionError, match="out differs from that of arguments which are no sl"):
+        _define_for_slices("test_adjacent", flat)()
+
+
+def test_a_slice_may_be_refused_but_by_the_name_of_the_argument():
+    def refusing(message):
+        def double(out, x):
+            if x.stride(0) != x.shape[1]:
+                raise ContractError(message)
+            out.copy_(2 * x)
+
+        return double
+
+    _define_for_slices("test_refused", refusing("double: x has gaps"))()
+    with pytest.raises(AssertionError, match=r"names none of \['out', 'x'\]: double: odd strides"):
+        _define_for_slices("test_unnamed", refusing("double: odd strides"))()
+
+
 def test_elements_that_the_reference_leaves_alone_may_be_left_alone():
     def first_row(out, x):
         out[0] = 2 * x[0]
@@ -169,7 +197,7 @@ def test_elements_that_the_reference_leaves_alone_may_be_left_alone():
 
 def test_the_suite_runs_all_checks_in_dtypes_with_a_tolerance_but_no_bf16_in_the_interpreter():
     suite = {str(check) for check in op_suite(_define("test_suite"), CPU)}
-    ids = ["reference", "kernel", "repeat", "guards", "results", "replay", "registration"]
+    ids = ["reference", "kernel", "repeat", "guards", "results", "replay", "slices", "registration"]
     assert suite == {
         *(f"{name}-test_suite-R4-D3-float32" for name in ids),
         "reference-test_suite-R4-D3-bfloat16",

@@ -50,6 +50,8 @@ def _leaky_step_kernel(
     read_page_ptr,  # i32[R]
     write_page_ptr,  # i32[R]
     page_stride,  # elements
+    out_stride,  # elements, row to row
+    x_stride,
     D: tl.constexpr,
     TILE: tl.constexpr,  # power of two >= D
     EPS: tl.constexpr,
@@ -67,12 +69,12 @@ def _leaky_step_kernel(
     readable = (inside | READ_ON) & live & (read_page != 0)
     old = tl.load(arena_ptr + read_page * page_stride + channel, mask=readable, other=0.0)
     decay = tl.load(decay_ptr + channel, mask=inside, other=0.0)
-    x = tl.load(x_ptr + row * D + channel, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + row * x_stride + channel, mask=inside, other=0.0).to(tl.float32)
     state = decay * old.to(tl.float32) + x
     square = tl.sum(state * state, 0) / D + EPS
     out = state / tl.sqrt(square) if DIVIDE else state * tl.rsqrt(square)
     out = tl.where(live, out, 0.0)
-    tl.store(out_ptr + row * D + channel, out, mask=inside & (live | (not LEAVE_OUT)))
+    tl.store(out_ptr + row * out_stride + channel, out, mask=inside & (live | (not LEAVE_OUT)))
     tl.debug_barrier()  # in place: no thread may still have an old state to load
     writable = inside & (live | WRITE_NULL)
     tl.store(arena_ptr + write_page * page_stride + channel, state, mask=writable)
@@ -90,11 +92,13 @@ def launch(
     read_on: bool = False,
     write_null: bool = False,
     leave_out: bool = False,
+    rows_adjacent: bool = False,  # wrong: takes x for a tensor without gaps
 ) -> None:
     """The right kernel, or one with a fault switched on."""
     rows, channels = x.shape
     _leaky_step_kernel[(rows,)](
-        arena, out, x, decay, read_page, write_page, arena.stride(0),
+        arena, out, x, decay, read_page, write_page, arena.stride(0), out.stride(0),
+        channels if rows_adjacent else x.stride(0),
         D=channels, TILE=triton.next_power_of_2(channels), EPS=_EPS, DIVIDE=divide,
         READ_ON=read_on, WRITE_NULL=write_null, LEAVE_OUT=leave_out, num_warps=1,
     )  # fmt: skip

@@ -53,5 +53,6 @@ WRONG = {  # the check that catches it: an op
     "guards": _define("reads_the_next_page", partial(launch, read_on=True)),
     "results": _define("leaves_padding_undefined", partial(launch, leave_out=True)),
     "replay": _define("keeps_a_host_copy", _keep_a_host_copy),
+    "slices": _define("takes_rows_for_adjacent", partial(launch, rows_adjacent=True)),
     "registration": _define("writes_x", cpu=_use_x_as_workspace),
 }
