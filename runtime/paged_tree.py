@@ -219,9 +219,10 @@ class PagedTree:
     def clear(self) -> None:
         """Forget all prefixes.  Cached pages become free; owned pages stay with their owners, private."""
         for group in self.groups:
-            for page, node in group.node_of.items():
+            for page in group.node_of:
                 group.pool.unpublish(page)
-                node.pages[group.place] = NULL_PAGE  # who still knows the node sees that it went
+                for node in group.nodes(page):
+                    node.pages[group.place] = NULL_PAGE  # who still knows the node sees that it went
             self.num_dropped += len(group.node_of)
             group.clear()
         self.nodes.clear()

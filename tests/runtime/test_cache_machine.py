@@ -182,3 +182,20 @@ CacheMachine.TestCase.settings = settings(
     suppress_health_check=list(HealthCheck),
 )
 test_whatever_happens_reuse_is_right_and_books_balance = CacheMachine.TestCase
+
+
+def test_what_is_published_after_a_reset_does_not_stand_on_what_went() -> None:
+    """A block whose beginning had been published under the same page is known by its request still."""
+    machine = CacheMachine()
+    machine.start(
+        case=Case(max_rows=3, max_step_tokens=16, kv_block=4, state_block=8, num_state_pages=9,
+                  num_kv_pages=19, max_len=40, exports=3)
+    )  # fmt: skip
+    machine.add(book=0, marks=[17], max_tokens=3, own=0, priority=0, root=b"", shared=22, stop=None)
+    machine.step(count=1)
+    machine.step(count=1)
+    machine.step(count=4)
+    machine.reset()
+    machine.step(count=1)
+    machine.books_balance()
+    machine.teardown()
