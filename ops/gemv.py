@@ -1,8 +1,8 @@
 """
 A projection of one token: a weight matrix times a vector, with what stands before and behind it.
 
-    h   = x                                       or RMSNorm: x * rsqrt(mean(x^2) + eps) * norm_weight
-    out = weight h (+ residual)                   or, gated: silu(weight h) * (up h)
+    h   = x                     or RMSNorm: x * rsqrt(mean(x^2) + eps) * (norm_weight + norm_shift)
+    out = weight h (+ residual) or, gated: silu(weight h) * (up h)
 Sums and everything between are float32; nothing is rounded before `out`.
 
 Physics: a step of one row reads every weight once, so its floor is their bytes over the copy rate.  One
@@ -26,6 +26,7 @@ from midstream.errors import ContractError
 from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.registry import Args, OpCase, Tolerance, define_op
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # in any mixture
 MAX_WIDTH = 16384  # inputs: a program keeps whole rows in registers
 _ELEMENTS = 8192  # of weights per program, unless a row has more
 _ELEMENTS_PER_WARP = 2048
@@ -39,12 +40,13 @@ def gemv_ref(
     norm_weight: Tensor | None,  # [K]
     residual: Tensor | None,  # [..., N]
     eps: float,
+    norm_shift: float,
 ) -> None:
     """Say what the kernel means."""
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.flatten().to(wide)
     if norm_weight is not None:
-        h = h * torch.rsqrt(h.square().mean() + eps) * norm_weight.to(wide)
+        h = h * torch.rsqrt(h.square().mean() + eps) * (norm_weight.to(wide) + norm_shift)
     y = weight.to(wide) @ h
     if up is not None:
         y = torch.nn.functional.silu(y) * (up.to(wide) @ h)
@@ -65,6 +67,7 @@ def _gemv_kernel(
     weight_pitch,  # elements between rows
     up_pitch,
     eps,
+    norm_shift,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # power of two >= K
@@ -84,7 +87,7 @@ def _gemv_kernel(
     x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
     if NORMED:
         scale = tl.rsqrt(tl.sum(x * x, 0) / K + eps)
-        x *= scale * tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+        x *= scale * (tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32) + norm_shift)
     y = tl.sum(weight.to(tl.float32) * x[None, :], 1)
     if GATED:
         y = y * tl.sigmoid(y) * tl.sum(up.to(tl.float32) * x[None, :], 1)
@@ -111,10 +114,10 @@ def check_gemv(
             f"gemv: weight has shape {tuple(weight.shape)}, x has {x.numel()} elements and out "
             f"{out.numel()}, expected weight [N, K] with K and N of them; pass one row"
         )
-    if weight.shape[1] > MAX_WIDTH:
+    if not 0 < weight.shape[1] <= MAX_WIDTH:
         raise ContractError(
-            f"gemv: weight has {weight.shape[1]} columns, expected at most {MAX_WIDTH}: a program keeps "
-            "whole rows in registers; use torch.nn.functional.linear"
+            f"gemv: weight has {weight.shape[1]} columns, expected at least 1 and at most {MAX_WIDTH}: a "
+            "program keeps whole rows in registers; use torch.nn.functional.linear"
         )
     _check_size("up", up, tuple(weight.shape))
     _check_size("norm_weight", norm_weight, (weight.shape[1],))
@@ -140,6 +143,12 @@ def check_gemv(
                 f"gemv: {name} has strides {tensor.stride()}, expected a vector without gaps; pass it "
                 "contiguous"
             )
+    for tensor in (out, x, weight, up, norm_weight, residual):
+        if tensor is not None and tensor.dtype not in DTYPES:
+            raise ContractError(
+                f"gemv: a tensor of {tensor.dtype}, expected one of {DTYPES}: all sums are float32; use "
+                "torch.nn.functional.linear"
+            )
 
 
 def _check_size(name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
@@ -157,6 +166,7 @@ def _launch(
     norm_weight: Tensor | None,
     residual: Tensor | None,
     eps: float,
+    norm_shift: float,
 ) -> None:
     check_gemv(out, x, weight, up, norm_weight, residual)
     outputs, width = weight.shape
@@ -168,7 +178,7 @@ def _launch(
     _gemv_kernel[(triton.cdiv(outputs, block_n),)](
         out, x, weight, weight if up is None else up, x if norm_weight is None else norm_weight,
         x if residual is None else residual, outputs, weight.stride(0),
-        (weight if up is None else up).stride(0), eps,
+        (weight if up is None else up).stride(0), eps, norm_shift,
         K=width, BLOCK_N=block_n, BLOCK_K=block_k, GATED=up is not None,
         NORMED=norm_weight is not None, ADDED=residual is not None,
         num_warps=max(4, block_n * block_k * matrices // _ELEMENTS_PER_WARP), **dependent_launch(),
@@ -177,9 +187,12 @@ def _launch(
 
 def _case(
     outputs: int = 24, width: int = 64, *, gated: bool = False, normed: bool = False,
-    added: bool = False, gap: int = 0,
+    added: bool = False, gap: int = 0, shift: float = 0.0,
 ) -> OpCase:  # fmt: skip
-    """`gap` elements lie between the rows of the weights, which are slices of wider ones."""
+    """`gap` elements lie between the rows of the weights, which are slices of wider ones.
+
+    With a shift the vector before the norm is float32, as models keep it that have such norms.
+    """
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
         def random(*shape: int) -> Tensor:
@@ -196,16 +209,17 @@ def _case(
 
         return {
             "out": torch.full((1, 1, outputs), torch.nan, dtype=dtype, device=device),
-            "x": vector(width),
+            "x": vector(width).float() if shift else vector(width),
             "weight": matrix(),
             "up": matrix() if gated else None,
             "norm_weight": vector(width, normed),
             "residual": vector(outputs, added),
             "eps": 1e-5,
+            "norm_shift": shift,
         }
 
-    parts = "".join(f"-{name}" for name, on in
-                    (("gated", gated), ("normed", normed), ("added", added)) if on)  # fmt: skip
+    on = {"gated": gated, "normed": normed, "added": added, "shifted": shift}
+    parts = "".join(f"-{name}" for name in on if on[name])
     return OpCase(f"N{outputs}-K{width}{parts}" + (f"-gap{gap}" if gap else ""), build)
 
 
@@ -216,7 +230,7 @@ def _traffic(args: Args) -> tuple[int, int]:
 
 gemv = define_op(
     "gemv(Tensor(a!) out, Tensor x, Tensor weight, Tensor? up, Tensor? norm_weight, Tensor? residual, "
-    "float eps) -> ()",
+    "float eps, float norm_shift) -> ()",
     cuda=_launch,
     cpu=gemv_ref,
     cases=(
@@ -225,6 +239,7 @@ gemv = define_op(
         _case(gated=True, normed=True),
         _case(added=True),
         _case(normed=True, added=True),
+        _case(normed=True, shift=0.75),
         _case(outputs=5, width=3, normed=True),  # nothing is aligned
         _case(outputs=7, width=72, gated=True, gap=5),
         _case(outputs=1, width=1),

@@ -222,7 +222,9 @@ class PagedTree:
             for page in group.node_of:
                 group.pool.unpublish(page)
                 for node in group.nodes(page):
-                    node.pages[group.place] = NULL_PAGE  # who still knows the node sees that it went
+                    node.pages[group.place] = (
+                        NULL_PAGE  # who still knows the node sees that it went
+                    )
             self.num_dropped += len(group.node_of)
             group.clear()
         self.nodes.clear()

@@ -11,7 +11,7 @@ from backend_rig import Watched
 from compiler_rig import PagedRig
 from tiny_models import FAMILIES, build, prompt
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, rms_norm, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
 from midstream.compiler import backend_inner, lower
@@ -183,6 +183,145 @@ def test_a_mean_over_other_dimensions_is_no_norm(dim: Any) -> None:
 def test_a_norm_with_a_weight_that_broadcasts_is_left_apart() -> None:
     fused = check(lambda x, s, w: linear(norm(x, s), w), X, random(1), IN, kernels=1)
     assert fused.left(torch.rsqrt) == 1
+
+
+def normed(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return (normed(x.float()) * (1.0 + weight.float())).type_as(x)
+
+
+NORMS = {
+    "shifted": gemma_norm,
+    "shifted by an int": lambda x, w: (w + 1) * normed(x),
+    "scaled in float32": lambda x, w: (w.float() * normed(x.float())).to(x.dtype),
+    "exchanged": lambda x, w: x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * w,
+    "viewed": lambda x, w: norm(x.reshape(1, WIDTH), w).view(-1, WIDTH),
+    "of torch": lambda x, w: rms_norm(x, (WIDTH,), w, EPS),
+    "of torch, viewed": lambda x, w: rms_norm(x, (WIDTH,), w, EPS).view(1, 1, WIDTH),
+}
+
+
+@pytest.mark.parametrize("way", NORMS)
+def test_a_norm_goes_into_the_kernel_however_it_is_written(way: str) -> None:
+    fused = check(lambda x, s, w: linear(NORMS[way](x, s), w), X, SCALE, IN, kernels=1)
+    assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["shifted", "exchanged", "of torch"])
+def test_norms_in_16_bits_are_as_near_to_float64_as_unfused_ones(
+    way: str, dtype: torch.dtype
+) -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(NORMS[way](x, scale), w)
+
+    args = [t.to(dtype) for t in (X, SCALE, IN)]
+    h = norm(args[0].double(), args[1].double() + (way == "shifted"))
+    exact = linear(h, args[2].double())
+    fused = Fused(project)
+    with torch.no_grad():
+        found, plain = fused.call(*args), project(*args)
+    assert fused.kernels[0].args[4] is not None
+    assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max()
+
+
+def test_a_norm_reads_float32_where_the_model_keeps_it() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(scale * normed(x * 1.5).to(w.dtype), w)
+
+    args = [X, SCALE.bfloat16(), IN.bfloat16()]
+    fused = Fused(project)
+    with torch.no_grad():
+        found = fused.call(*args)
+    (kernel,) = fused.kernels
+    assert kernel.args[4] is not None
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, project(*args), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "mistaken",
+    [
+        lambda x, w: w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + EPS)),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(exponent=2).mean(-1, keepdim=True) + EPS)),
+        lambda x, w: w * (x * torch.rsqrt(input=x.pow(2).mean(-1, keepdim=True) + EPS)),
+        lambda x, w: w * ((x + 1) * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)),
+        lambda x, w: w * normed(x.view(2, -1)).view(1, 1, -1),
+        lambda x, w: rms_norm(x.view(2, -1), (WIDTH // 2,), w[: WIDTH // 2], EPS).view(1, 1, -1),
+        lambda x, w: rms_norm(x, (1, WIDTH), w[None], EPS),
+        lambda x, w: rms_norm(x, (WIDTH,), w),
+    ],
+)
+def test_what_is_no_such_norm_is_left_apart(mistaken: Callable[[Tensor, Tensor], Tensor]) -> None:
+    fused = check(lambda x, s, w: linear(mistaken(x, s), w), X, SCALE, IN, kernels=1)
+    assert fused.left(torch.rsqrt) + fused.left(torch.rms_norm) == 1
+
+
+def test_a_norm_that_is_also_written_to_a_buffer_is_left_apart() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS, out=buffer)
+        return linear(scale * (x * inverse), w), buffer
+
+    check(project, X, SCALE, IN, torch.ones(1, 1, 1), kernels=1)
+
+
+def test_a_norm_behind_a_move_to_another_device_reads_what_was_moved() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(norm(x.to("meta"), scale), w)
+
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        fuse_projections(gm, "meta")
+        graphs.append(gm)
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(project, backend=backend)(X, SCALE.to("meta"), IN.to("meta"))
+    (kernel,) = (node for node in graphs[0].graph.nodes if node.target is gemv.overload)
+    assert kernel.args[1].target == "to"
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+def test_products_inside_transforms_of_torch_are_left_to_them(transform: str) -> None:
+    def inner(x: Tensor) -> Tensor:
+        return linear(x, IN).sin().sum()
+
+    functions = {
+        "vmap": lambda x: torch.vmap(inner)(x),
+        "grad": lambda x: torch.func.grad(inner)(x),
+        "jvp": lambda x: torch.func.jvp(inner, (x,), (torch.ones_like(x),)),
+    }
+    check(functions[transform], X, kernels=0, linears=1)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_rows_of_no_width_are_left_alone(rows: int) -> None:
+    check(linear, torch.empty(rows, 0), torch.empty(HIDDEN, 0), kernels=0, linears=1)
+
+
+def test_sizes_that_depend_on_data_are_left_apart() -> None:
+    def project(x: Tensor, w: Tensor, rows: Tensor) -> Tensor:
+        return rows[rows[:, 0] > 0] + linear(x, w)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        check(project, X[0], IN, random(7, HIDDEN), kernels=1)
+
+
+@pytest.mark.parametrize("shape", [(1,), (), (1, HIDDEN)], ids=str)
+def test_a_bias_that_broadcasts_leaves_the_product_alone(shape: tuple[int, ...]) -> None:
+    check(linear, X[0], IN, random(*shape), kernels=0, linears=1)
+
+
+def test_a_gate_may_come_second() -> None:
+    def project(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        up = linear(x, b)
+        return up * silu(linear(x, a))
+
+    assert check(project, X, IN, UP, kernels=1).left(silu) == 0
 
 
 def test_a_norm_that_rounds_to_fewer_bits_is_left_apart() -> None:

@@ -25,6 +25,8 @@ def test_obeys_its_declaration(check: Check) -> None:
         ("up", torch.zeros(24, 63), "up has shape"),
         ("norm_weight", torch.zeros(63), "norm_weight has shape"),
         ("residual", torch.zeros(1), "residual has 1"),
+        ("x", torch.zeros(64, dtype=torch.float64), "torch.float64"),
+        ("residual", torch.zeros(24, dtype=torch.int32), "torch.int32"),
     ],
 )
 def test_refuses_vectors_and_matrices_that_do_not_fit(name, value, says) -> None:
@@ -33,8 +35,9 @@ def test_refuses_vectors_and_matrices_that_do_not_fit(name, value, says) -> None
         gemv.launch(**args)
 
 
-def test_refuses_rows_that_no_program_can_hold() -> None:
+@pytest.mark.parametrize("width", [0, MAX_WIDTH + 1])
+def test_refuses_rows_that_no_program_can_hold(width: int) -> None:
     args = build_args(gemv.cases[0], torch.float32, CPU)
-    args |= {"x": torch.zeros(MAX_WIDTH + 1), "weight": torch.zeros(24, MAX_WIDTH + 1)}
+    args |= {"x": torch.zeros(width), "weight": torch.zeros(24, width)}
     with pytest.raises(ContractError, match="at most"):
         gemv.launch(**args)

@@ -140,7 +140,9 @@ def test_off_nothing_is_compared() -> None:
         engine.debug()
         serve(engine)
         assert engine._parts.runner.shadow is None
-        with pytest.raises(midstream.ConfigError, match=r"shadow_every=-1\); expected True or False"):
+        with pytest.raises(
+            midstream.ConfigError, match=r"shadow_every=-1\); expected True or False"
+        ):
             engine.debug(shadow_every=-1)
 
 
