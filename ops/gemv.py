@@ -209,7 +209,7 @@ def _case(
 
         return {
             "out": torch.full((1, 1, outputs), torch.nan, dtype=dtype, device=device),
-            "x": vector(width).float() if shift else vector(width),
+            "x": random(width).float() if shift else random(width),
             "weight": matrix(),
             "up": matrix() if gated else None,
             "norm_weight": vector(width, normed),

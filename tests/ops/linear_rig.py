@@ -17,8 +17,7 @@ LONG = 4000  # tokens after which the drift of a state must still be bounded
 
 def token_args(args: Args, tokens: slice) -> Args:
     """What an op takes besides page and chunk numbers, for some of the tokens; g may be one per head."""
-    count = args["q"].shape[0]
-    cut = [n for n in PER_TOKEN if n in args and args[n].shape[0] == count]
+    cut = [n for n in PER_TOKEN if n in args and (n != "g" or args["g"].dim() > 1)]
     whole = [n for n in ("arena", "offset", "g") if n in args and n not in cut]
     return {n: args[n][tokens] for n in cut} | {n: args[n] for n in whole}
 
