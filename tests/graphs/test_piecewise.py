@@ -123,8 +123,8 @@ def test_the_parameter_says_which_ops_split(ops: Any, graphs: int, calls: int) -
 def test_every_splitting_op_is_an_op_of_ours() -> None:
     import_all_ops()
     assert set(OPS) >= SPLITTING_OPS
-    # what moves pages, advances records and samples stays inside of graphs
-    others = {"advance", "page_move", "sample", "scatter_slots", "post_copy", "page_convert"}
+    # what moves pages, advances records, samples and projects stays inside of graphs
+    others = {"advance", "gemv", "page_move", "sample", "scatter_slots", "post_copy", "page_convert"}
     assert {name for name in OPS if "::" not in name} - SPLITTING_OPS <= others
 
 
