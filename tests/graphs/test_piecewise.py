@@ -124,7 +124,15 @@ def test_every_splitting_op_is_an_op_of_ours() -> None:
     import_all_ops()
     assert set(OPS) >= SPLITTING_OPS
     # what moves pages, advances records, samples and projects stays inside of graphs
-    others = {"advance", "gemv", "page_move", "sample", "scatter_slots", "post_copy", "page_convert"}
+    others = {
+        "advance",
+        "gemv",
+        "page_move",
+        "sample",
+        "scatter_slots",
+        "post_copy",
+        "page_convert",
+    }
     assert {name for name in OPS if "::" not in name} - SPLITTING_OPS <= others
 
 
