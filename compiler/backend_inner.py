@@ -25,6 +25,8 @@ from torch._inductor.exc import InductorError
 from midstream.compiler.backend_analysis import GraphFacts
 from midstream.compiler.backend_options import BackendOptions
 from midstream.compiler.one_token import fuse_projections
+from midstream.compiler.short_products import spell_out_short_products
+from midstream.compiler.static_attention import fuse_static_attention
 from midstream.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("midstream", "FRAGMENT")
@@ -43,7 +45,7 @@ def compile_with_inductor(
     """
     patches = {**_mode_patches(settings), "triton.cudagraphs": False}
     copied = _with_kept_copies(gm, facts)
-    fused = 0 if facts.needs_backward else fuse_projections(copied)
+    fused = 0 if facts.needs_backward else fuse_one_token(copied)
     use_cache = functorch_config.enable_autograd_cache and not (facts.has_foreign_ops or fused)
     try:
         with functorch_config.patch(enable_autograd_cache=use_cache):
@@ -54,6 +56,12 @@ def compile_with_inductor(
             f"backend midstream: Inductor cannot compile this graph ({error}), expected one that it can; "
             "pass options={'inner': 'eager'} to record it without Inductor"
         ) from error
+
+
+def fuse_one_token(gm: fx.GraphModule, device_type: str = "cuda") -> int:
+    """Rewrite what models compute for a single token.  Returns how many places."""
+    passes = (fuse_projections, fuse_static_attention, spell_out_short_products)
+    return sum(rewrite(gm, device_type) for rewrite in passes)
 
 
 def _mode_patches(settings: BackendOptions) -> dict[str, Any]:

@@ -21,7 +21,8 @@ import torch
 from torch import fx
 
 from midstream.compiler import row_norm
-from midstream.compiler.row_norm import RowNorm, are_known, find_norm, is_row, is_vector, value_of
+from midstream.compiler.row_norm import RowNorm, find_norm, is_row, is_vector
+from midstream.compiler.traced import are_known, calls_only, only_user, value_of
 from midstream.ops.gemv import DTYPES, MAX_WIDTH, gemv
 
 _LINEAR = torch.nn.functional.linear
@@ -52,7 +53,7 @@ def fuse_projections(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     found = 0
     linears = list(gm.graph.find_nodes(op="call_function", target=_LINEAR))
-    for node in sorted(linears, key=lambda node: _only_user(node, _SILU) is None):  # gates take two
+    for node in sorted(linears, key=lambda node: only_user(node, _SILU) is None):  # gates take two
         projection = _projection(node, device_type) if node.users else None
         if projection is None:
             continue
@@ -101,8 +102,8 @@ def _projection(node: fx.Node, device_type: str) -> _Projection | None:
 def _with_gate(of: _Projection) -> _Projection | None:
     """silu(linear(x, W)) * linear(x, U)"""
     (linear,) = of.nodes
-    silu = _only_user(linear, _SILU)
-    product = _only_user(silu, operator.mul)
+    silu = only_user(linear, _SILU)
+    product = only_user(silu, operator.mul)
     if silu is None or product is None or of.residual is not None:
         return None
     (other,) = [arg for arg in product.args if arg is not silu] or [None]
@@ -118,7 +119,7 @@ def _with_gate(of: _Projection) -> _Projection | None:
 
 def _with_residual(of: _Projection) -> _Projection | None:
     """residual + linear(x, W)"""
-    total = _only_user(of.nodes[-1], operator.add)
+    total = only_user(of.nodes[-1], operator.add)
     if total is None or of.residual is not None or of.up is not None:
         return None
     (other,) = [arg for arg in total.args if arg is not of.nodes[-1]] or [None]
@@ -141,13 +142,7 @@ def _with_norm(of: _Projection) -> _Projection | None:
 def _is_undisturbed(projection: _Projection, order: dict[fx.Node, int]) -> bool:
     """Whether nothing between the first and the last part may write what they read."""
     first = min(projection.nodes, key=order.__getitem__)
-    node = first
-    while node is not projection.nodes[-1]:
-        in_place = node.target is _SILU and (node.args[1:] == (True,) or node.kwargs.get("inplace"))
-        if node.target not in _PURE or in_place or "out" in node.kwargs:
-            return False
-        node = node.next
-    return True
+    return calls_only(first, projection.nodes[-1], _PURE)
 
 
 def _replace(graph: fx.Graph, projection: _Projection) -> None:
@@ -167,9 +162,3 @@ def _replace(graph: fx.Graph, projection: _Projection) -> None:
     for node in reversed(projection.nodes):
         if not node.users:
             graph.erase_node(node)
-
-
-def _only_user(node: fx.Node | None, target: Any) -> fx.Node | None:
-    """The user of `node`, if there is one and it calls `target`."""
-    users = list(node.users) if node is not None else []
-    return users[0] if len(users) == 1 and users[0].target is target else None

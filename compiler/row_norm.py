@@ -19,6 +19,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
+from midstream.compiler.traced import are_known, value_of
+
 CASTS = ("to", "float", "type_as")
 VIEWS = ("view", "reshape")
 RMS_NORM = torch.rms_norm
@@ -44,20 +46,6 @@ def find_norm(result: fx.Node) -> RowNorm | None:
     node, casts = _uncast(result, like)
     found = _norm_of_torch(node, casts) or _written_norm(node, casts, like)
     return found if found is not None and _fits(found, like) else None
-
-
-def value_of(node: Any) -> Any:
-    """What stands for the node's result; None for subclasses, whose products may mean something else.
-
-    So may those of what torch.func wraps, whose type is Tensor: e.g. our kernels have no derivatives.
-    """
-    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
-    return value if type(value) is FakeTensor else None
-
-
-def are_known(*sizes: Any) -> bool:
-    """Numbers, not symbols: comparing those would bind them."""
-    return all(isinstance(size, int) for size in sizes)
 
 
 def is_row(value: FakeTensor, width: int) -> bool:

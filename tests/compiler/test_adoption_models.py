@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from rewrite_rig import Rewritten
 from tiny_models import VOCAB, build
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
+from midstream.compiler.backend_inner import fuse_one_token
 from midstream.compiler.backend_memory import _recorded
 
 OPTIONS = {"inner": "eager", "emulate": True, "on_unsupported": "error"}
@@ -76,8 +78,9 @@ def generate(
     num_tokens: int,
     options: Any = OPTIONS,
     cache: StaticCache | None = None,
+    backend: Any = "midstream",
 ) -> Tensor:
-    config = CompileConfig(backend="midstream", mode=None, options=options)
+    config = CompileConfig(backend=backend, mode=None, options=options)
     config._compile_all_devices = True
     given = {"cache_implementation": "static"} if cache is None else {"past_key_values": cache}
     return model.generate(
@@ -123,6 +126,23 @@ def test_o4_generate_compiles_and_records_once_and_then_only_replays(family: str
     assert after.breaks == after.eager == 0
     # the first token of each answer comes from the prompt, which transformers does not compile
     assert after.replays - before.replays == 10 + 4 + 13
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in ("bamba", "lfm2") else pytest.mark.slow)
+        for family in sorted(_TWO_LAYERS)
+    ],
+)
+def test_a_single_row_generates_the_same_tokens_after_all_rewriting_passes(family: str) -> None:
+    model, ids = tiny(family), prompts(1, 9)
+    rewritten = Rewritten(model, fuse_one_token)
+    # a function: transformers copies the configuration, and what a method belongs to with it
+    output = generate(model, ids, 8, None, backend=lambda *args: rewritten.backend(*args))
+    assert torch.equal(output, recomputed(model, ids, 8))
+    assert rewritten.num_rewritten >= 6, "products, a state or a convolution, and attention"
+    assert len(rewritten.graphs) == 1
 
 
 @pytest.mark.slow

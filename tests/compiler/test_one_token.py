@@ -9,6 +9,7 @@ import pytest
 import torch
 from backend_rig import Watched
 from compiler_rig import PagedRig
+from rewrite_rig import Rewritten, random
 from tiny_models import FAMILIES, build, prompt
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
@@ -23,31 +24,16 @@ WIDTH, HIDDEN = 16, 24
 EPS = 1e-5
 
 
-class Fused:
-    """A function whose traced graphs go through the pass; no compiler behind it."""
-
+class Fused(Rewritten):
     def __init__(self, function: Callable[..., Any], **compile_args: Any) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-        self.call = torch.compile(function, backend=self.backend, **compile_args)
-
-    def backend(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        fuse_projections(gm, "cpu")
-        gm.graph.lint()
-        self.graphs.append(gm)
-        return gm.forward
+        super().__init__(function, fuse_projections, **compile_args)
 
     @property
     def kernels(self) -> list[torch.fx.Node]:
-        return [
-            node for gm in self.graphs for node in gm.graph.nodes if node.target is gemv.overload
-        ]
+        return self.calls(gemv.overload)
 
     def left(self, target: Any) -> int:
-        return sum(node.target is target for gm in self.graphs for node in gm.graph.nodes)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+        return len(self.calls(target))
 
 
 def norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -385,7 +371,7 @@ def test_bf16_results_are_as_near_to_float64_as_unfused_ones() -> None:
 def test_the_backend_fuses_what_needs_no_gradients(grad: bool, monkeypatch: Any) -> None:
     fused: list[int] = []
     monkeypatch.setattr(
-        backend_inner, "fuse_projections", lambda gm: fused.append(fuse_projections(gm, "cpu")) or fused[-1]
+        backend_inner, "fuse_one_token", lambda gm: fused.append(fuse_projections(gm, "cpu")) or fused[-1]
     )  # fmt: skip
     watched = Watched(lambda x, w: linear(x, w), options={})
     weight = nn.Parameter(IN.clone())

@@ -127,6 +127,7 @@ def test_every_splitting_op_is_an_op_of_ours() -> None:
     others = {
         "advance",
         "gemv",
+        "static_attention_decode",
         "page_move",
         "sample",
         "scatter_slots",

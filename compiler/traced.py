@@ -1,0 +1,55 @@
+"""What is known of a node in a graph that Dynamo traced, and of what happens between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import fx
+from torch._subclasses import FakeTensor
+
+
+def value_of(node: Any) -> Any:
+    """What stands for the node's result; None for subclasses, whose products may mean something else.
+
+    So may those of what torch.func wraps, whose type is Tensor: e.g. our kernels have no derivatives.
+    """
+    value = node.meta.get("example_value") if isinstance(node, fx.Node) else None
+    return value if type(value) is FakeTensor else None
+
+
+def are_known(*sizes: Any) -> bool:
+    """Numbers, not symbols: comparing those would bind them."""
+    return all(isinstance(size, int) for size in sizes)
+
+
+def is_on(device_type: str, *nodes: Any) -> bool:
+    """Whether all nodes are tensors of known sizes on such a device."""
+    values = [value_of(node) for node in nodes]
+    return all(
+        value is not None and value.device.type == device_type and are_known(*value.shape)
+        for value in values
+    )
+
+
+def only_user(node: fx.Node | None, target: Any) -> fx.Node | None:
+    """The user of `node`, if there is one and it calls `target`."""
+    users = list(node.users) if node is not None else []
+    return users[0] if len(users) == 1 and users[0].target is target else None
+
+
+def calls_only(first: fx.Node, last: fx.Node, allowed: Collection[Any]) -> bool:
+    """Whether what stands from `first` up to `last`, but for `last` itself, calls these, writing nothing."""
+    node = first
+    while node is not last:
+        # activations take `inplace` in the second place
+        in_place = node.kwargs.get("inplace") or (len(node.args) == 2 and node.args[1] is True)
+        if node.target not in allowed or in_place or "out" in node.kwargs:
+            return False
+        node = node.next
+    return True
+
+
+def arguments_of(node: fx.Node, **defaults: Any) -> dict[str, Any]:
+    """The arguments of a call by the names of `defaults`, in the order of the function's own."""
+    return defaults | dict(zip(defaults, node.args, strict=False)) | node.kwargs
