@@ -5,6 +5,7 @@ Depthwise causal convolution of one new token per row, over a paged window of ea
 
 The page keeps the newest W - 1 inputs, token by token.  A row reads its window from `read_page` and leaves
 the moved window in `write_page`; the two may be equal.
+`offset`, `read_page` and `write_page` are read early: ops/dependent_launch.py says who may write them.
 
 Letters: R rows, D channels, W taps, N pages.
 Traffic: 2 * (W - 1) * D elements of state and 2 * D of activations per row.
@@ -87,16 +88,16 @@ def _causal_conv_step_kernel(
     SILU: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    after_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
+    write_page = tl.load(write_page_ptr + row).to(tl.int64)
+    read_page = tl.load(read_page_ptr + row).to(tl.int64)
+    offset = tl.load(offset_ptr)
+    after_previous(DEPENDENT)
     channel = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = channel < D
-    write_page = tl.load(write_page_ptr + row).to(tl.int64)
     if write_page == _NULL_PAGE:
         tl.store(out_ptr + row * out_stride + channel, tl.zeros([TILE], tl.float32), mask=inside)
         return
-    read_page = tl.load(read_page_ptr + row).to(tl.int64)
-    offset = tl.load(offset_ptr)
     source = tl.multiple_of(read_page * page_stride + offset, ALIGN)
     target = tl.multiple_of(write_page * page_stride + offset, ALIGN)
 

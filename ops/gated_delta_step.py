@@ -7,6 +7,7 @@ Per row and head, with the key and the query scaled to unit length and the query
     out    = state^T query
 A row whose write page is 0 is padding: its `out` is zero and no page is touched.  Read page 0 means
 no history.  A row may write the page it reads, or another one and leave that page as it was.
+`offset`, `read_page` and `write_page` are read early: ops/dependent_launch.py says who may write them.
 
 Letters: R rows, N pages, E elements of a page, H value heads, G key heads (head h uses key head
 h // (H // G)), K key width, V value width.

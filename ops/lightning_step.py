@@ -6,6 +6,7 @@ Linear attention whose state decays by a constant of its head.  Per row and head
     out    = state^T q
 A row whose write page is 0 is padding: its `out` is zero and no page is touched.  Read page 0 means
 no history.  A row may write the page it reads, or another one and leave that page as it was.
+`offset`, `read_page` and `write_page` are read early: ops/dependent_launch.py says who may write them.
 Queries and keys enter as they are: an activation, a norm or a scale belongs to the caller.
 
 Letters: R rows, N pages, E elements of a page, H value heads, G key heads (head h uses key head

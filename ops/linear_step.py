@@ -181,8 +181,11 @@ def _linear_step_kernel(
     BLOCK_V: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    after_previous(DEPENDENT)
     row = tl.program_id(2)
+    target = tl.load(write_page_ptr + row)
+    source = tl.load(read_page_ptr + row)
+    offset = tl.load(offset_ptr)
+    after_previous(DEPENDENT)
     wide_row = row.to(tl.int64)
     head = tl.program_id(1)
     key_head = head // HEADS_PER_KEY
@@ -190,10 +193,6 @@ def _linear_step_kernel(
     lane = tl.arange(0, BLOCK_V)
     value = first + lane
     key = tl.arange(0, BLOCK_K)
-    # all that does not depend on the page numbers is asked for together with them
-    target = tl.load(write_page_ptr + row)
-    source = tl.load(read_page_ptr + row)
-    offset = tl.load(offset_ptr)
     g_at = g_ptr + wide_row * g_row + head * g_head
     if PER_KEY:
         g = tl.load(g_at + key, mask=key < K, other=0.0).to(tl.float32)[:, None]

@@ -7,6 +7,7 @@ One token of the state-space-dual recurrence (Mamba-2) per row, on paged state.
 
 A row reads its state from `read_page` and leaves the new one in `write_page`; the two may be equal.  The
 clamp is applied to every token, in this op as in `ssd_chunk`, so that prefill and decode agree.
+`offset`, `read_page` and `write_page` are read early: ops/dependent_launch.py says who may write them.
 
 Letters: R rows, H heads, P head width, M state size, G groups of B and C, N pages.  Head h uses group
 h // (H // G).
@@ -143,16 +144,16 @@ def _ssd_step_kernel(
     THREADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    after_previous(DEPENDENT)
     P_TILES: tl.constexpr = (P + P_TILE - 1) // P_TILE
     head = tl.program_id(0) // P_TILES
     row = tl.program_id(1).to(tl.int64)
     p = tl.program_id(0) % P_TILES * P_TILE + tl.arange(0, P_TILE)
     m = tl.arange(0, M_TILE)
-    out_ptrs = out_ptr + row * out_stride + head * P + p
     read_page = tl.load(read_page_ptr + row).to(tl.int64)
     write_page = tl.load(write_page_ptr + row).to(tl.int64)
     offset = tl.load(offset_ptr)
+    after_previous(DEPENDENT)
+    out_ptrs = out_ptr + row * out_stride + head * P + p
     if write_page == _NULL_PAGE:
         tl.store(out_ptrs, tl.zeros([P_TILE], tl.float32), mask=p < P)
         return
