@@ -123,9 +123,7 @@ class Host:
         parts, step = self.parts, self.parts.runner.step
         self.plan = plan = parts.scheduler.next_step()
         assert plan is not None
-        step.stage.write_decode(
-            plan, parts.scheduler.live, step.state_block, KV_BLOCK, step.precopy, plan.num_rows
-        )
+        step.stage.write_decode(plan, parts.scheduler.live.deltas, plan.num_rows)
 
     def to_quiet_step(self) -> None:
         while True:
@@ -227,15 +225,14 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
     def pages(columns: int) -> I32:
         return draw.integers(1, 9999, (ROWS, columns), np.int32)
 
-    slot = draw.permutation(ROWS).astype(np.int32)
-    computed = draw.integers(1, 1900, ROWS, np.int32)
+    slot, computed = draw.permutation(ROWS), draw.integers(1, 1900, ROWS)
     chunks = 16  # rows with a chunk; the others decode
-    new = np.where(np.arange(ROWS) < chunks, np.int32(64), np.int32(1))
+    new = np.where(np.arange(ROWS) < chunks, 64, 1)
     tokens, live, no_exports = int(new.sum()), ROWS * 3 // 4, np.zeros(ROWS + 1, np.int32)
-    kv_table, known, one = pages(2048 // KV_BLOCK), pages(2048), np.ones(ROWS, np.int32)
-    state_col, resume_page = np.zeros((2, ROWS), np.int32)
-    state_col[slot] = (computed - 1) // BLOCK
-    state = state_col, resume_page, pages(2048 // BLOCK)
+    kv_table, known, none = pages(2048 // KV_BLOCK), pages(2048), no_exports[:0]
+    rows = np.ones((host_decode.ROW_FIELDS, ROWS), np.int32)
+    rows[[host_decode.SLOT, host_decode.COMPUTED, host_decode.NEW]] = slot, computed, new
+    rows[host_decode.KV_SLOT] = draw.integers(1, 9999, ROWS)
     deltas = pages(ROWS)[:3].copy(), np.full(1, ROWS // KV_BLOCK, np.int32), ROWS
     cut = Cut(StageLimits(ROWS, tokens, ROWS, ROWS))
 
@@ -247,21 +244,9 @@ def index_arguments() -> dict[str, tuple[Any, ...]]:
 
     return {
         "fill_deltas": (*deltas, *area()),
-        "fill_decode_step": (
-            np.stack([slot, computed]),
-            ROWS,
-            *state,
-            kv_table,
-            *deltas,
-            *area(),
-            ROWS,
-            BLOCK,
-            KV_BLOCK,
-            False,
-        ),
-        "fill_token_rows": (slot, computed, new, one, known, chunks, kv_table, *area(), KV_BLOCK),
-        "fill_pages": (slot, computed, new, *state, *area(), BLOCK, False),
-        "fill_chunks": (computed, new, no_exports, one[:0], one[:0], *area(), 64),
+        "fill_decode_step": (rows, ROWS, *deltas, *area(), ROWS),
+        "fill_token_rows": (rows, ROWS, known, chunks, kv_table, *area(), KV_BLOCK),
+        "fill_chunks": (rows, ROWS, no_exports, none, none, *area(), 64),
         "pad_step": (*area(), live, tokens - ROWS + live, live, ROWS, tokens, ROWS),
     }
 

@@ -42,14 +42,14 @@ class Forms:
     """How each class of steps runs.  A step without a graph of its form runs eagerly."""
 
     decode: Form
-    short: Form  # chunk steps that are bound by launches
-    long: Form  # chunk steps beyond those
+    short: Form  # steps with prompt chunks that are bound by launches
+    long: Form  # and those beyond
 
 
 MODES = {
     "off": Forms("eager", "eager", "eager"),
     "piecewise": Forms("pieces", "pieces", "pieces"),
-    "full": Forms("whole", "whole", "eager"),
+    "full": Forms("whole", "whole", "whole"),
     "full+piecewise": Forms("whole", "whole", "pieces"),
 }
 

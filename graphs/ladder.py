@@ -6,8 +6,11 @@ from collections.abc import Iterable
 
 from midstream.graphs.dispatch import Form, Forms, GraphKey, Ladder, decode_key, decode_sizes
 
-SHORT = (64, 128, 256, 512)  # tokens; longer prompts are bound by arithmetic, not by launches
-_LONG_STEP = 256  # tokens between longer sizes: padding there costs arithmetic
+SHORT = (64, 128, 256, 512)  # tokens: bound by launches, and asked for at once
+# bound by arithmetic, so sizes are close; captured when a step first needs one
+LONG = (
+    *range(768, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)
+)  # fmt: skip
 _FEW_ROWS = 8
 
 
@@ -40,21 +43,28 @@ def chunk_ladder(
     return tuple(sorted(keys))
 
 
+def is_late(key: GraphKey) -> bool:
+    """Whether this is captured when a step first needs it, and not at the start."""
+    return bool(key.chunks) and (key.in_pieces or key.tokens > SHORT[-1])
+
+
 def ladder_of(
-    forms: Forms, max_rows: int, max_step_tokens: int, piece_tokens: int, drafts: int = 0
+    forms: Forms, max_rows: int, max_step_tokens: int, graph_tokens: int, drafts: int = 0
 ) -> Ladder:
-    """All steps that have graphs.  `piece_tokens`: of the longest step that is captured in pieces."""
+    """All steps that have graphs.  `graph_tokens`: of the longest prompt chunks among them."""
     decode: tuple[GraphKey, ...] = ()
     if forms.decode != "eager":
         sizes = ladder(min(max_rows * (1 + drafts), max_step_tokens))
         rows = decode_sizes(sizes, min(max_rows, max_step_tokens // (1 + drafts)), drafts)
         decode = tuple(decode_key(n, drafts, forms.decode == "pieces") for n in rows)
-    long = range(SHORT[-1] + _LONG_STEP, piece_tokens + 1, _LONG_STEP)
+    limit = min(max_step_tokens, graph_tokens)
+    long = [size for size in LONG if size < limit]
+    if limit >= LONG[0]:
+        long.append(-(-limit // 8) * 8)  # what a full step has; compiled code takes multiples of 8
 
     def keys(form: Form, sizes: Iterable[int]) -> tuple[GraphKey, ...]:
         if form == "eager":
             return ()
-        limit = min(max_step_tokens, piece_tokens) if form == "pieces" else max_step_tokens
-        return chunk_ladder(max_rows, limit, sizes, form == "pieces")
+        return chunk_ladder(max_rows, -(-limit // 8) * 8, sizes, form == "pieces")
 
     return Ladder(decode, (*keys(forms.short, SHORT), *keys(forms.long, long)))

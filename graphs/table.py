@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ class GraphTable:
     def __init__(
         self,
         capture: Callable[[GraphKey], Captured],
-        late: Collection[GraphKey] = (),
-        max_late: int = 16,
+        late: Iterable[GraphKey] = (),
+        max_late: int = 32,
     ) -> None:
         self._capture = capture
         self._late = frozenset(late if max_late else ())

@@ -3,13 +3,16 @@ Compiles plain Python functions for the host by Numba, with a cache that process
 
 Numba replaces each cache file as a whole, but an entry is two files, an index and the code: two
 processes that save at once can leave an index that names the other's code.  So one process at a time
-reads or writes an entry, under a file lock next to it.
+reads or writes an entry, under a file lock next to it.  And Numba looks at a function's own file to see
+whether an entry is stale; here helpers and constants come from other files of this folder too.
 
 Where Numba is missing, or NUMBA_DISABLE_JIT is set, functions stay as they are: same results, slowly.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +62,8 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__(function)
         self._lock_path = Path(self.cache_path) / "midstream.lock"
+        file = self._cache_file
+        file._source_stamp = (file._source_stamp, sources_stamp(Path(__file__).parent))
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         with FileLock(self._lock_path):
@@ -67,3 +72,12 @@ class SharedCache(FunctionCache):  # type: ignore[misc]
     def save_overload(self, sig: Any, data: Any) -> None:
         with FileLock(self._lock_path):
             super().save_overload(sig, data)
+
+
+@functools.cache
+def sources_stamp(folder: Path) -> str:
+    """Changes with any file that a compiled function may have taken code or constants from."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("host_*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

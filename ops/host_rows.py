@@ -14,7 +14,7 @@ Letters: R rows, T tokens, S slots, Z columns of a table, Q chunks, X exports.
 from __future__ import annotations
 
 from midstream.ops.host_compile import compiled, inlined
-from midstream.ops.host_decode import COMPUTED, INDEX, SLOT, VALUE, col_of
+from midstream.ops.host_decode import COMPUTED, INDEX, KV_SLOT, NEW, PAGE, SAMPLES, SLOT, VALUE
 from midstream.ops.registry import NULL_PAGE, PADDING
 
 FIELDS = (
@@ -22,12 +22,12 @@ FIELDS = (
     "delta_count",  # [1]
     "row_slot",  # [R]
     "row_start",  # [R + 1]
-    "read_page",  # [R]
     "write_page",  # [R]
     "row_sample",  # [R]
     "decode_token_id",  # [R]
     "decode_position",  # [R]
     "decode_kv_slot",  # [R]
+    # of steps with deltas
     "delta_index",  # [deltas]
     "delta_value",  # [deltas]
     # of steps with chunks
@@ -39,11 +39,13 @@ FIELDS = (
     "chunk_row",  # [Q]
     "chunk_page",  # [Q]
     "row_chunk",  # [R + 1]
+    # written by the device alone
+    "read_page",  # [R]
 )
 _DELTA_COUNT = FIELDS.index("delta_count")
 _DELTA_INDEX, _DELTA_VALUE = FIELDS.index("delta_index"), FIELDS.index("delta_value")
 _ROW_SLOT, _ROW_START = FIELDS.index("row_slot"), FIELDS.index("row_start")
-_READ_PAGE, _WRITE_PAGE = FIELDS.index("read_page"), FIELDS.index("write_page")
+_WRITE_PAGE = FIELDS.index("write_page")
 _ROW_SAMPLE, _SAMPLE_TOKEN = FIELDS.index("row_sample"), FIELDS.index("sample_token")
 _DECODE_TOKEN_ID = FIELDS.index("decode_token_id")
 _DECODE_POSITION = FIELDS.index("decode_position")
@@ -55,29 +57,6 @@ _ROW_CHUNK = FIELDS.index("row_chunk")
 
 REFUSED = -1  # result: the input is not valid or does not fit
 _LAST_TOKEN = -1  # token_id that stands for the slot's last token (ops/advance.py)
-
-
-@inlined
-def _turn_page(slot, tokens, state_col, resume_page, state_table, per_block):
-    """Move a slot to the running column of `tokens` >= 1 tokens; returns source and target page.
-
-    The rule of ops/advance.py for rows without drafts.  Source 0: no history; target REFUSED: no
-    such slot or column.
-    """
-    after = col_of(tokens - 1, per_block)
-    if slot >= state_table.shape[0] or after >= state_table.shape[1]:
-        return NULL_PAGE, REFUSED
-    target = state_table[slot, after]
-    before = state_col[slot]
-    source = resume_page[slot]
-    if source != NULL_PAGE:
-        resume_page[slot] = NULL_PAGE
-    elif before == after:
-        source = target
-    elif before >= 0:
-        source = state_table[slot, before]
-    state_col[slot] = after
-    return source, target
 
 
 @inlined
@@ -100,45 +79,32 @@ def fill_deltas_py(deltas, num_deltas, most, area, start):
     return _fill_deltas(deltas, num_deltas, most, area, start)
 
 
-def fill_decode_step_py(
-    plan_rows, num_rows, state_col, resume_page, state_table, kv_table, deltas, num_deltas, most_deltas,
-    area, start, rows, block, kv_block, precopy,
-):  # fmt: skip
+def fill_decode_step_py(plan_rows, num_rows, deltas, num_deltas, most_deltas, area, start, rows):
     """All fields of a step in which each row decodes one token, padded to `rows` rows, and its deltas.
 
-    `plan_rows` and `deltas` as in ops/host_decode.py; `state_col` and `resume_page` [S], the tables
-    [S, Z]; `state_col` and `resume_page` change as in `fill_pages`.  Token ids come from the device.
-    Returns the number of rows whose state changes page.
+    `plan_rows` and `deltas` as in ops/host_decode.py.  Token ids come from the device.  Returns the
+    number of deltas.
     """
-    slot, num_computed = plan_rows[SLOT, :num_rows], plan_rows[COMPUTED, :num_rows]
     live = num_rows
     row_slot = area[start[_ROW_SLOT] : start[_ROW_SLOT + 1]]
     row_start = area[start[_ROW_START] : start[_ROW_START + 1]]
-    read_page = area[start[_READ_PAGE] : start[_READ_PAGE + 1]]
     write_page = area[start[_WRITE_PAGE] : start[_WRITE_PAGE + 1]]
     row_sample = area[start[_ROW_SAMPLE] : start[_ROW_SAMPLE + 1]]
-    kv_slot = area[start[_DECODE_KV_SLOT] : start[_DECODE_KV_SLOT + 1]]
     token_id = area[start[_DECODE_TOKEN_ID] : start[_DECODE_TOKEN_ID + 1]]
     position = area[start[_DECODE_POSITION] : start[_DECODE_POSITION + 1]]
+    kv_slot = area[start[_DECODE_KV_SLOT] : start[_DECODE_KV_SLOT + 1]]
     if live > rows or rows > row_slot.shape[0]:
         return REFUSED
-    moves, per_block, per_kv_block = 0, 1.0 / block, 1.0 / kv_block
-    for row in range(live):
-        record, tokens = slot[row], num_computed[row]
-        source, target = _turn_page(
-            record, tokens + 1, state_col, resume_page, state_table, per_block
-        )
-        kv_col = col_of(tokens, per_kv_block)
-        if target == REFUSED or record >= kv_table.shape[0] or kv_col >= kv_table.shape[1]:
-            return REFUSED
-        kv_slot[row] = (kv_table[record, kv_col] - kv_col) * kv_block + tokens
-        write_page[row] = target
-        read_page[row] = target if precopy and source != NULL_PAGE else source
-        moves += source != NULL_PAGE and source != target
+    slot, num_computed = plan_rows[SLOT], plan_rows[COMPUTED]
+    page, place = plan_rows[PAGE], plan_rows[KV_SLOT]
     for row in range(live):  # one field a loop: many rows at once
         row_slot[row] = slot[row]
     for row in range(live):
+        write_page[row] = page[row]
+    for row in range(live):
         position[row] = num_computed[row]
+    for row in range(live):
+        kv_slot[row] = place[row]
     for row in range(live):
         row_start[row] = row
     row_sample[0:live] = 1
@@ -146,30 +112,29 @@ def fill_decode_step_py(
     row_start[live : rows + 1] = live
     row_slot[live:rows] = PADDING
     kv_slot[live:rows] = PADDING
-    read_page[live:rows] = NULL_PAGE
     write_page[live:rows] = NULL_PAGE
     row_sample[live:rows] = 0
     token_id[live:rows] = 0
     position[live:rows] = 0
-    return REFUSED if _fill_deltas(deltas, num_deltas, most_deltas, area, start) else moves
+    if _fill_deltas(deltas, num_deltas, most_deltas, area, start):
+        return REFUSED
+    return area[start[_DELTA_COUNT]]
 
 
 @inlined
 def _reaches_too_far(slot, num_computed, num_new, num_known, known_ids, num_slots, num_places):
     """Whether a row of the step indexes something behind its table, or decodes more than one token."""
-    last_slot, known_end, decoded_end, most_decoded, least_decoded = 0, 0, 0, 1, 1
+    last_slot, known_end, most_decoded, least_decoded = 0, 0, 1, 1
     for row in range(slot.shape[0]):
         last_slot = max(last_slot, slot[row])
     for row in range(num_known):
         known_end = max(known_end, num_computed[row] + num_new[row])
-    place, count = num_computed[num_known:], num_new[num_known:]
-    for row in range(place.shape[0]):
-        decoded_end = max(decoded_end, place[row] + 1)
+    count = num_new[num_known:]
     for row in range(count.shape[0]):
         most_decoded = max(most_decoded, count[row])
         least_decoded = min(least_decoded, count[row])
-    reaches_too_far = last_slot >= num_slots or max(known_end, decoded_end) > num_places
-    return reaches_too_far or known_end > known_ids or most_decoded != 1 or least_decoded != 1
+    reaches_too_far = last_slot >= num_slots or known_end > min(num_places, known_ids)
+    return reaches_too_far or most_decoded != 1 or least_decoded != 1
 
 
 @inlined
@@ -188,19 +153,19 @@ def _fill_places(pages, place, count, kv_block, position, kv_slot):
         column += 1
 
 
-def fill_token_rows_py(
-    slot, num_computed, num_new, samples, tokens, num_known, kv_table, area, start, kv_block
-):
-    """Row and token fields of a step with chunks, but for pages; returns the number of tokens.
+def fill_token_rows_py(plan_rows, num_rows, tokens, num_known, kv_table, area, start, kv_block):
+    """Row and token fields of a step with chunks; returns the number of tokens.
 
-    Row r computes `num_new[r]` tokens of slot `slot[r]` after `num_computed[r]` of them.  The ids of
-    the first `num_known` rows are in `tokens` [S, length]; the others decode one token each, whose id
-    comes from the device.
-    `kv_table` [S, Z] says where keys and values go: page * kv_block + place in the page.
+    `plan_rows` as in ops/host_decode.py.  The ids of the first `num_known` rows are in `tokens`
+    [S, length], and `kv_table` [S, Z] says where their keys and values go: page * kv_block + place in
+    the page; the others decode one token each, whose id comes from the device.
     """
-    rows, num_known = slot.shape[0], min(num_known, slot.shape[0])
+    rows, num_known = num_rows, min(num_known, num_rows)
+    slot, num_computed = plan_rows[SLOT, :rows], plan_rows[COMPUTED, :rows]
+    num_new, page, samples = plan_rows[NEW, :rows], plan_rows[PAGE], plan_rows[SAMPLES]
     row_slot = area[start[_ROW_SLOT] : start[_ROW_SLOT + 1]]
     row_start = area[start[_ROW_START] : start[_ROW_START + 1]]
+    write_page = area[start[_WRITE_PAGE] : start[_WRITE_PAGE + 1]]
     row_sample = area[start[_ROW_SAMPLE] : start[_ROW_SAMPLE + 1]]
     sample_token = area[start[_SAMPLE_TOKEN] : start[_SAMPLE_TOKEN + 1]]
     token_id = area[start[_TOKEN_ID] : start[_TOKEN_ID + 1]]
@@ -226,14 +191,15 @@ def fill_token_rows_py(
     for row in range(rows):  # one field a loop: many rows at once
         row_slot[row] = slot[row]
     for row in range(rows):
+        write_page[row] = page[row]
+    for row in range(rows):
         row_sample[row] = samples[row]
     end = token + rows - num_known
     if end > kv_slot.shape[0]:
         return REFUSED
-    token_id[token:end] = _LAST_TOKEN
     _fill_decoding_rows(
-        slot[num_known:], num_computed[num_known:], token, kv_table, kv_block, position[token:end],
-        kv_slot[token:end], row_start[num_known:rows], sample_token[num_known:rows],
+        num_computed[num_known:], plan_rows[KV_SLOT, num_known:rows], token, token_id[token:end],
+        position[token:end], kv_slot[token:end], row_start[num_known:rows], sample_token[num_known:rows],
     )  # fmt: skip
     row_start[rows] = end
     return end
@@ -241,71 +207,43 @@ def fill_token_rows_py(
 
 @inlined
 def _fill_decoding_rows(
-    slot, num_computed, token, kv_table, kv_block, position, kv_slot, row_start, sample_token
+    num_computed, place, token, token_id, position, kv_slot, row_start, sample_token
 ):
     """Fields of rows of one token each, the first of which is `token` of the step."""
-    per_block, rows = 1.0 / kv_block, slot.shape[0]
+    rows = num_computed.shape[0]
+    token_id[:] = _LAST_TOKEN
     for row in range(rows):
         position[row] = num_computed[row]
+    for row in range(rows):
+        kv_slot[row] = place[row]
     for row in range(rows):
         row_start[row] = token + row
     for row in range(rows):
         sample_token[row] = token + row
-    for row in range(rows):
-        place = num_computed[row]
-        column = col_of(place, per_block)
-        kv_slot[row] = (kv_table[slot[row], column] - column) * kv_block + place
-
-
-def fill_pages_py(
-    slot, num_computed, num_new, state_col, resume_page, state_table, area, start, block, precopy
-):
-    """State pages that rows read and write; returns the number of rows whose state changes page.
-
-    `state_col` [S], the host's mirror of the running column (-1 fresh), moves on; `resume_page` [S]
-    is used up.  With `precopy` a row that has a state reads the page that it writes.
-    """
-    read_page = area[start[_READ_PAGE] : start[_READ_PAGE + 1]]
-    write_page = area[start[_WRITE_PAGE] : start[_WRITE_PAGE + 1]]
-    if slot.shape[0] > read_page.shape[0]:
-        return REFUSED
-    moves, per_block = 0, 1.0 / block
-    for row in range(slot.shape[0]):
-        tokens = num_computed[row] + num_new[row]
-        source, target = _turn_page(
-            slot[row], tokens, state_col, resume_page, state_table, per_block
-        )
-        if target == REFUSED:
-            return REFUSED
-        write_page[row] = target
-        read_page[row] = target if precopy and source != NULL_PAGE else source
-        moves += source != NULL_PAGE and source != target
-    return moves
 
 
 def fill_chunks_py(
-    num_computed, num_new, export_start, export_position, export_page, area, start, chunk
+    plan_rows, num_rows, export_start, export_position, export_page, area, start, chunk
 ):
     """Cut each row into chunks of at most `chunk` tokens, and at its exports; returns the number Q.
 
-    Reads the fields row_start and write_page.  Exports of row r are entries export_start[r] up to
-    export_start[r + 1]: after `export_position` tokens of the sequence (ascending, inside the row)
-    the state goes to `export_page`.  The row's last chunk carries its write page; an export at the
-    row's end must name that page.
+    Reads the field row_start.  Exports of row r are entries export_start[r] up to export_start[r + 1]:
+    after `export_position` tokens of the sequence (ascending, inside the row) the state goes to
+    `export_page`.  The row's last chunk carries the row's page; an export at the row's end must name
+    that page.
     """
     row_start = area[start[_ROW_START] : start[_ROW_START + 1]]
-    write_page = area[start[_WRITE_PAGE] : start[_WRITE_PAGE + 1]]
     chunk_start = area[start[_CHUNK_START] : start[_CHUNK_START + 1]]
     chunk_row = area[start[_CHUNK_ROW] : start[_CHUNK_ROW + 1]]
     chunk_page = area[start[_CHUNK_PAGE] : start[_CHUNK_PAGE + 1]]
     row_chunk = area[start[_ROW_CHUNK] : start[_ROW_CHUNK + 1]]
-    count, rows = 0, num_new.shape[0]
-    for row in range(rows):
+    count = 0
+    for row in range(num_rows):
         row_chunk[row] = count
-        tokens = num_computed[row]
-        end = tokens + num_new[row]
+        tokens = plan_rows[COMPUTED, row]
+        end = tokens + plan_rows[NEW, row]
         shift = row_start[row] - tokens  # from position to token of the step
-        last_page = write_page[row]
+        last_page = plan_rows[PAGE, row]
         export, exports = export_start[row], export_start[row + 1]
         while tokens < end:
             if count == chunk_row.shape[0]:
@@ -326,8 +264,8 @@ def fill_chunks_py(
             tokens = cut
         if export < exports:
             return REFUSED
-    row_chunk[rows] = count
-    chunk_start[count] = row_start[rows]
+    row_chunk[num_rows] = count
+    chunk_start[count] = row_start[num_rows]
     return count
 
 
@@ -335,7 +273,6 @@ def pad_step_py(area, start, num_rows, num_tokens, num_chunks, rows, tokens, chu
     """Pad a step with chunks from its own numbers of rows, tokens and chunks to the given ones."""
     area[start[_ROW_SLOT] : start[_ROW_SLOT + 1]][num_rows:rows] = PADDING
     area[start[_ROW_START] : start[_ROW_START + 1]][num_rows + 1 : rows + 1] = num_tokens
-    area[start[_READ_PAGE] : start[_READ_PAGE + 1]][num_rows:rows] = NULL_PAGE
     area[start[_WRITE_PAGE] : start[_WRITE_PAGE + 1]][num_rows:rows] = NULL_PAGE
     area[start[_ROW_SAMPLE] : start[_ROW_SAMPLE + 1]][num_rows:rows] = 0
     area[start[_SAMPLE_TOKEN] : start[_SAMPLE_TOKEN + 1]][num_rows:rows] = 0
@@ -351,6 +288,5 @@ def pad_step_py(area, start, num_rows, num_tokens, num_chunks, rows, tokens, chu
 fill_deltas = compiled(fill_deltas_py)
 fill_decode_step = compiled(fill_decode_step_py)
 fill_token_rows = compiled(fill_token_rows_py)
-fill_pages = compiled(fill_pages_py)
 fill_chunks = compiled(fill_chunks_py)
 pad_step = compiled(pad_step_py)

@@ -56,15 +56,13 @@ class Committer:
         self._filled: I32 = np.zeros(num_slots, np.int32)
         self._tally: I32 = np.zeros(5, np.int32)
         self._commit_rows = partial(
-            host_decode.commit_rows, live.epoch, live.tokens, live.prompt_len, live.num_outputs,
-            live.max_tokens, live.watched, live.stop_id, ownership.kv_block, self._heeded,
-            self._filled, self._tally,
+            host_decode.commit_rows, live.slots, live.tokens, live.stop_id,
+            ownership.kv_block, self._heeded, self._filled, self._tally,
         )  # fmt: skip
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[Arrival]:
         """Tokens of requests that are watched, started or finished by this step, in row order."""
-        arrays = plan.arrays
-        self._commit_rows(arrays.rows, arrays.epoch, plan.num_rows, result.token, result.logprob)
+        self._commit_rows(plan.rows, plan.num_rows, result.token, result.logprob)
         num_heeded, num_filled, num_broken, num_lost, num_tokens = self._tally.tolist()
         if num_broken:  # earlier steps of such a row may have left checkpoints
             self.ownership.index.reset()

@@ -20,7 +20,7 @@ from midstream.graphs.ladder import ladder as ladder
 from midstream.graphs.ladder import ladder_of
 from midstream.runtime.eviction import EVICTIONS
 from midstream.runtime.options import EngineConfig as EngineConfig  # public from here too
-from midstream.runtime.planner import PageBytes, parse_mix, plan_pages
+from midstream.runtime.planner import PageBytes, parse_memory, parse_mix, plan_pages
 
 CACHE_MODES = ("none", "align", "all")
 GRAPH_MODES = tuple(MODES)
@@ -124,6 +124,7 @@ def check_options(config: EngineConfig) -> None:
             f"Engine: wait_for_prefix={config.wait_for_prefix!r}; expected True or False"
         )
     parse_mix(config.mix)
+    parse_memory(config.memory, free_bytes=1)
     parse_hash_key(config.hash_key)
 
 

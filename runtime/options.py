@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import Field, dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
+from midstream.errors import ConfigError
+
 T = TypeVar("T")
+
+_LARGEST = 2**30  # positions, pages and slots are int32, and two of them are added
 
 
 def option(default: T, meaning: str) -> T:
@@ -21,7 +25,11 @@ def meaning_of(field: Field[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Options of `midstream.Engine`.  Every field is also a flag of the command line."""
+    """Options of `midstream.Engine`.  Every field is also a flag of the command line.
+
+    Raises:
+        ConfigError: a number that no engine can count to, or a KV page that kernels cannot address.
+    """
 
     cache_mode: str = option(
         "align",
@@ -29,7 +37,7 @@ class EngineConfig:
         "state_block tokens keeps its state while its request lives",
     )
     state_block: int = option(64, "tokens between checkpoints; a multiple of kv_block")
-    kv_block: int = option(16, "tokens of a KV page, and the grid of resume points")
+    kv_block: int = option(16, "tokens of a KV page, a power of two, and the grid of resume points")
     max_rows: int = option(256, "live requests at once")
     max_step_tokens: int = option(8192, "tokens computed in one step")
     max_len: int | None = option(
@@ -42,12 +50,12 @@ class EngineConfig:
     num_kv_pages: int | None = option(None, "none: planned from memory")
     graphs: str = option(
         "full",
-        '"full": decode steps and short prompts are captured whole; "piecewise": all steps up to '
-        'graph_tokens, cut where states and attention are computed; "full+piecewise": longer prompts so, '
-        'the rest whole; "off": every step runs eagerly',
+        '"full": all steps up to graph_tokens are captured whole, those of long prompts when one first '
+        'comes; "piecewise": the same steps cut where states and attention are computed; '
+        '"full+piecewise": only those of long prompts cut so; "off": every step runs eagerly',
     )
     graph_tokens: int = option(
-        2048, "tokens of the longest step that is captured in pieces; longer ones run eagerly"
+        8192, "tokens of the longest step with prompts that is captured; longer ones run eagerly"
     )
     migration: str = option(
         "auto",
@@ -73,3 +81,19 @@ class EngineConfig:
     hash_key: str | None = option(
         None, "32 hexadecimal digits; none: random, so that block hashes cannot be predicted"
     )
+
+    def __post_init__(self) -> None:
+        for name in (known.name for known in fields(self)):
+            value = getattr(self, name)
+            if type(value) is int and value > _LARGEST and name != "memory":
+                raise ConfigError(
+                    f"Engine: {name}={value}; expected at most {_LARGEST}: the device counts in "
+                    "32 bits; lower it"
+                )
+        block = self.kv_block
+        if type(block) is int and block > 0 and block & (block - 1):
+            below = 1 << (block.bit_length() - 1)
+            raise ConfigError(
+                f"Engine: kv_block={block}; expected a power of two; choose e.g. kv_block={below} or "
+                f"{2 * below}, and for state_block a multiple of it"
+            )

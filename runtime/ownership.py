@@ -158,10 +158,9 @@ class PageOwnership:
         old, (page,) = int(live.running_page[slot]), self.state_pool.take(1)
         if old and live.relocate[slot]:
             # the same column may get the new page: name the old one outside of the table
-            live.resume_page[slot] = old
             live.deltas.put({self.layout.index("resume_page", slot): old})
         live.relocate[slot] = False
-        live.running_page[slot] = live.state_table[slot, col] = page
+        live.running_page[slot] = page
         live.deltas.put({self.layout.index("state_table", slot, col): page})
         self.moved(request, begin, old, page, plan)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from midstream.ops.host_decode import COMPUTED, NEW, SAMPLES, SLOT
+from midstream.ops.host_decode import COMPUTED, NEW, OCCUPANT, ROW_FIELDS, SAMPLES, SLOT
 
 if TYPE_CHECKING:
     from midstream.runtime.request import Request
@@ -54,23 +54,19 @@ class Ending:
     state_page: int = 0  # held by the ending
 
 
-class PlanRows:
-    """Arrays of the rows of a plan, with room for every slot."""
-
-    def __init__(self, num_slots: int) -> None:
-        self.rows: I32 = np.zeros((4, num_slots), np.int32)  # as in ops/host_decode.py
-        # i64[S]  occupant of the slot; a later occupant has another
-        self.epoch = np.full(num_slots, -1, np.int64)
+def new_rows(num_slots: int) -> I32:
+    """i32[8, S + 16]  as in ops/host_decode.py; one cache line more than needed, as in runtime/stage.py"""
+    return np.zeros((ROW_FIELDS, num_slots + 16), np.int32)
 
 
 @dataclass(slots=True)
 class StepPlan:
     """Rows of a step: the chunks first, then the decoding rows.
 
-    The row arrays of a plan that is over may be those of a later one.
+    The rows of a plan that is over may be those of a later one.
     """
 
-    arrays: PlanRows
+    rows: I32  # i32[8, R]  as in ops/host_decode.py, with room for every slot
     num_rows: int = 0
     chunks: list[Chunk] = field(default_factory=list)
     publications: list[Publication] = field(default_factory=list)
@@ -87,32 +83,32 @@ class StepPlan:
     @staticmethod
     def empty() -> StepPlan:
         """No rows, and no room for any."""
-        return StepPlan(PlanRows(0))
+        return StepPlan(new_rows(0))
 
     @property
     def slot(self) -> I32:
         """i32[R]  slot of each row"""
-        return self.arrays.rows[SLOT, : self.num_rows]
+        return self.rows[SLOT, : self.num_rows]
 
     @property
     def num_computed(self) -> I32:
         """i32[R]  tokens before the step"""
-        return self.arrays.rows[COMPUTED, : self.num_rows]
+        return self.rows[COMPUTED, : self.num_rows]
 
     @property
     def num_new(self) -> I32:
         """i32[R]  tokens of the step, >= 1"""
-        return self.arrays.rows[NEW, : self.num_rows]
+        return self.rows[NEW, : self.num_rows]
 
     @property
     def samples(self) -> I32:
         """i32[R]  1 where the row samples a token"""
-        return self.arrays.rows[SAMPLES, : self.num_rows]
+        return self.rows[SAMPLES, : self.num_rows]
 
     @property
-    def epoch(self) -> npt.NDArray[np.int64]:
-        """i64[R]  occupant of the slot"""
-        return self.arrays.epoch[: self.num_rows]
+    def epoch(self) -> I32:
+        """i32[R]  occupant of the slot; a later occupant has another"""
+        return self.rows[OCCUPANT, : self.num_rows]
 
     @property
     def kind(self) -> str:

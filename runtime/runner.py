@@ -21,6 +21,7 @@ from midstream.errors import ContractError
 from midstream.graphs.addresses import ParameterWatch, check_addresses
 from midstream.graphs.captured import Captured, Capturer, Recorder
 from midstream.graphs.dispatch import GraphKey, Ladder
+from midstream.graphs.ladder import is_late
 from midstream.graphs.piecewise import PiecewiseCapture
 from midstream.graphs.queue import DeviceQueue, Event, queue_of
 from midstream.graphs.table import GraphTable
@@ -86,7 +87,7 @@ class StepRunner:
         self.queue = queue or queue_of(self.device)
         self.ladder = ladder if capturer else Ladder(ladder.decode)
         self.capturer = capturer
-        self.graphs = GraphTable(self._capture, late=[k for k in ladder.chunk if k.in_pieces])
+        self.graphs = GraphTable(self._capture, late=filter(is_late, ladder.keys))
         self._logits: dict[GraphKey, Tensor] = {}  # of captured steps
         self._bound = step.addresses()
         self._weights = ParameterWatch(step.lowered.model)
@@ -105,7 +106,7 @@ class StepRunner:
         """The steps that are captured in `warm_up`; long chunk steps wait until one is asked for."""
         if self.capturer is None:
             return []
-        return [k for k in self.ladder.keys if not (k.in_pieces and k.chunks)]
+        return [key for key in self.ladder.keys if not is_late(key)]
 
     def warm_up(self, on_captured: Callable[[GraphKey], None]) -> None:
         """Capture `graph_keys`.  All rows are padding meanwhile: no page and no slot changes."""
@@ -173,16 +174,12 @@ class StepRunner:
     def _launch_decode(self, plan: StepPlan) -> tuple[int, list[Tensor]]:
         step = self.step
         key = self.ladder.decode_step(plan.num_rows) or GraphKey(plan.num_rows, plan.num_rows, 0)
-        step.stage.write_decode(
-            plan, self.live, step.state_block, self.kv_block, step.precopy, key.rows
-        )
+        step.stage.write_decode(plan, self.live.deltas, key.rows)
         return key.rows, self._replay_or_run(key, plan)
 
     def _launch_chunks(self, plan: StepPlan) -> tuple[int, list[Tensor]]:
         step = self.step
-        key = step.stage.write_chunks(
-            plan, self.live, step.state_block, self.kv_block, step.precopy, self._pad
-        )
+        key = step.stage.write_chunks(plan, self.live, self.kv_block, self._pad)
         return key.rows, self._replay_or_run(key, plan)
 
     def _pad(self, needed: GraphKey) -> GraphKey:

@@ -19,9 +19,9 @@ from midstream.runtime.checkpoints import Checkpoints
 from midstream.runtime.coordinator import Hit
 from midstream.runtime.decoding import DecodePasses
 from midstream.runtime.explain import look_back
-from midstream.runtime.live import LiveTable
+from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.ownership import PageOwnership
-from midstream.runtime.plan import Chunk, PlanRows, StepPlan
+from midstream.runtime.plan import Chunk, StepPlan, new_rows
 from midstream.runtime.request import Phase, Request
 from midstream.runtime.running import Running
 from midstream.runtime.slots import SlotLayout
@@ -53,7 +53,7 @@ class Scheduler:
         self._prefilling: list[Request] = []  # those of them that have known tokens left, in order
         self._pass = 0
         self._flight: StepPlan | None = None  # the latest step; over once it is committed or lost
-        self._plans: list[StepPlan] = []  # whose row arrays are used again once they are over
+        self._plans: list[StepPlan] = []  # whose rows are used again once they are over
         self._passes = DecodePasses(live, ownership, self._running, checkpoints.boundaries)
 
     @property
@@ -87,7 +87,7 @@ class Scheduler:
 
     def next_step(self) -> StepPlan | None:
         """The next step, or None when nothing can move now."""
-        plan = StepPlan(self._take_arrays())
+        plan = StepPlan(self._take_rows())
         self._plans.append(plan)
         try:
             self._fill(plan)
@@ -100,13 +100,13 @@ class Scheduler:
         self._flight = plan
         return plan
 
-    def _take_arrays(self) -> PlanRows:
-        """Row arrays of a plan that is over, or new ones."""
+    def _take_rows(self) -> I32:
+        """Rows of a plan that is over, or new ones."""
         for place, plan in enumerate(self._plans):
             if plan.is_over:
                 del self._plans[place]
-                return plan.arrays
-        return PlanRows(self.layout.num_slots)
+                return plan.rows
+        return new_rows(self.layout.num_slots)
 
     def _fill(self, plan: StepPlan) -> None:
         self._pass += 1
@@ -152,7 +152,7 @@ class Scheduler:
         """Take out rows whose slots were lost to earlier requests."""
         kept = self.live.epoch[plan.slot] == plan.epoch
         num_kept = int(np.count_nonzero(kept))
-        plan.arrays.rows[:, :num_kept] = plan.arrays.rows[:, : plan.num_rows][:, kept]
+        plan.rows[:, :num_kept] = plan.rows[:, : plan.num_rows][:, kept]
         plan.num_rows = num_kept
 
     # -- chunks ---------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class Scheduler:
         """Put a waiting request into a slot, with the pages of its hit."""
         live = self.live
         self._look_back(request, hit)
-        slot = live.take(request, request.known_tokens(), hit.num_tokens, hit.state_page)
+        slot = live.take(request, request.known_tokens(), hit.num_tokens)
         try:
             self.ownership.adopt(request, hit)
         except BaseException:
@@ -271,10 +271,12 @@ class Scheduler:
             self.checkpoints.at_boundaries(plan, due)
 
     def _put_chunks_first(self, plan: StepPlan) -> None:
-        rows, num_chunks = plan.arrays.rows, len(plan.chunks)
+        rows, num_chunks = plan.rows, len(plan.chunks)
         rows[:, num_chunks : num_chunks + plan.num_rows] = rows[:, : plan.num_rows]
         plan.num_rows += num_chunks
         for row, chunk in enumerate(plan.chunks):
-            rows[:, row] = chunk.request.slot, chunk.begin, chunk.end - chunk.begin, chunk.samples
+            slot, num_new = chunk.request.slot, chunk.end - chunk.begin
+            page = self.live.running_page[slot]
+            rows[:, row] = slot, chunk.begin, num_new, chunk.samples, chunk.epoch, page, 0, 0
             if chunk.samples:
                 self.to_decode(chunk.request)

@@ -75,6 +75,7 @@ class SlotLayout:
 
     def index(self, name: str, slot: int, col: int = 0) -> int:
         """Element of field `name` of `slot`."""
+        assert 0 <= col < self.widths[name], f"{name} has no column {col}"
         return self.start[name] + slot * self.widths[name] + col
 
     def admission(

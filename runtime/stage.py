@@ -70,6 +70,7 @@ class Cut:
         self.starts = np.cumsum([0, *sizes], dtype=np.int64)  # i64[fields + 1]
         self.start = dict(zip(self.length, self.starts.tolist(), strict=False))
         self.size = int(self.starts[-1])
+        self.quiet_size = self.start["delta_index"]
         self.decode_size = self.start["sample_token"]
 
     def of(self, flat: Tensor) -> dict[str, Tensor]:
@@ -83,6 +84,7 @@ class _Area:
         self.flat = queue.host_zeros((cut.size,), torch.int32)
         self.words: I32 = self.flat.numpy()  # all fields, for the index kernels
         self.decode_part = self.flat[: cut.decode_size]
+        self.quiet_part = self.flat[: cut.quiet_size]
         self.sent = queue.new_event()
 
 
@@ -98,57 +100,46 @@ class Stage:
         self._cut = Cut(limits)
         self._flat = torch.zeros(self._cut.size, dtype=torch.int32, device=device)
         self._decode_part = self._flat[: self._cut.decode_size]
+        self._quiet_part = self._flat[: self._cut.quiet_size]  # of a decode step without deltas
         self.device = self._cut.of(self._flat)
         self._areas = [_Area(self._cut, self._queue) for _ in range(_NUM_AREAS)]
         self._turn = 0
         self._every_row = torch.arange(limits.max_rows, dtype=torch.int32, device=device)
 
-    def write_decode(self, plan: StepPlan, live: LiveTable, block: int, kv_block: int, precopy: bool,
-                     rows: int) -> None:  # fmt: skip
+    def write_decode(self, plan: StepPlan, deltas: Deltas, rows: int) -> None:
         """Send a decode step padded to `rows` rows, and all deltas."""
         area = self._next_area()
-        moves = host_rows.fill_decode_step(
-            plan.arrays.rows, plan.num_rows, live.state_col, live.resume_page, live.state_table,
-            live.kv_table, live.deltas.table, live.deltas.count, self.limits.max_deltas, area.words,
-            self._cut.starts, rows, block, kv_block, precopy,
+        num_deltas = host_rows.fill_decode_step(
+            plan.rows, plan.num_rows, deltas.table, deltas.count, self.limits.max_deltas,
+            area.words, self._cut.starts, rows,
         )  # fmt: skip
-        assert moves != host_rows.REFUSED, "a row outside of the slots' tables, or excess deltas"
-        self._send(area, self._decode_part, area.decode_part)
+        assert num_deltas != host_rows.REFUSED, "more rows than the step has, or excess deltas"
+        if num_deltas:
+            self._send(area, self._decode_part, area.decode_part)
+        else:
+            self._send(area, self._quiet_part, area.quiet_part)
 
     def write_chunks(
-        self,
-        plan: StepPlan,
-        live: LiveTable,
-        block: int,
-        kv_block: int,
-        precopy: bool,
-        pad: Callable[[GraphKey], GraphKey],
+        self, plan: StepPlan, live: LiveTable, kv_block: int, pad: Callable[[GraphKey], GraphKey]
     ) -> GraphKey:
         """Send a step with prompt chunks and all deltas, padded to the shape that `pad` gives for its own.
 
         Returns that shape.
         """
         area = self._next_area()
-        words, starts = area.words, self._cut.starts
+        rows, num_rows, words, starts = plan.rows, plan.num_rows, area.words, self._cut.starts
         num_tokens = host_rows.fill_token_rows(
-            plan.slot, plan.num_computed, plan.num_new, plan.samples, live.tokens, len(plan.chunks),
-            live.kv_table, words, starts, kv_block,
-        )  # fmt: skip
-        moves = host_rows.fill_pages(
-            plan.slot, plan.num_computed, plan.num_new, live.state_col, live.resume_page,
-            live.state_table, words, starts, block, precopy,
-        )  # fmt: skip
-        assert host_rows.REFUSED not in (num_tokens, moves), "a row outside of the slots' tables"
-        num_chunks = host_rows.fill_chunks(
-            plan.num_computed, plan.num_new, *_exports(plan), words, starts, CHUNK
+            rows, num_rows, live.tokens, len(plan.chunks), live.kv_table, words, starts, kv_block
         )
+        assert num_tokens != host_rows.REFUSED, "a row outside of the slots' tables"
+        num_chunks = host_rows.fill_chunks(rows, num_rows, *_exports(plan), words, starts, CHUNK)
         assert num_chunks != host_rows.REFUSED, (
             "exports outside of their chunk, or more chunks than planned"
         )
-        shape = pad(GraphKey(num_tokens, plan.num_rows, num_chunks))
+        shape = pad(GraphKey(num_tokens, num_rows, num_chunks))
         host_rows.pad_step(
-            words, starts, plan.num_rows, num_tokens, num_chunks, shape.rows, shape.tokens, shape.chunks
-        )  # fmt: skip
+            words, starts, num_rows, num_tokens, num_chunks, shape.rows, shape.tokens, shape.chunks
+        )
         excess = self._fill_deltas(area, live.deltas)
         assert not excess, "send_excess comes first"
         self._send(area, self._flat, area.flat)

@@ -25,7 +25,7 @@ from midstream.graphs.dispatch import (
     smallest_fit,
     weakened,
 )
-from midstream.graphs.ladder import chunk_ladder, ladder, ladder_of
+from midstream.graphs.ladder import chunk_ladder, is_late, ladder, ladder_of
 
 SIZES = (1, 2, 4, 8, 16, 24, 32)
 MAX_ROWS = 16
@@ -153,12 +153,12 @@ def test_f4_steps_that_were_not_asked_for_stay_without_graphs(
 
 
 def test_our_modes_are_the_references_where_short_prompts_are_whole_too() -> None:
-    """Ours on purpose: "full" and "full+piecewise" also capture short chunk steps whole, which the
-    reference does for FULL only; ops take tables, so one graph serves every mix of rows.  A step that is
-    bound by launches then has one launch, where pieces would have two for each layer."""
+    """Ours on purpose: "full+piecewise" captures short chunk steps whole, which the reference does for
+    FULL only; ops take tables, so one graph serves every mix of rows.  A step that is bound by launches
+    then has one launch, where pieces would have two for each layer."""
     assert MODES["off"] == Forms("eager", "eager", "eager")
     assert MODES["piecewise"] == PIECEWISE
-    assert MODES["full"] == replace(FULL, long="eager")
+    assert MODES["full"] == FULL
     assert MODES["full+piecewise"] == replace(FULL_AND_PIECEWISE, short="whole")
 
 
@@ -224,13 +224,16 @@ def test_keys_are_ordered_by_tokens_first_and_whole_graphs_before_pieces() -> No
     st.sampled_from(list(MODES)), st.integers(1, 300), st.integers(1, 3000), st.integers(1, 3000)
 )
 def test_every_mode_has_ascending_sizes_within_its_bounds(
-    mode: str, max_rows: int, max_step_tokens: int, piece_tokens: int
+    mode: str, max_rows: int, max_step_tokens: int, graph_tokens: int
 ) -> None:
-    graphs = ladder_of(MODES[mode], max_rows, max_step_tokens, piece_tokens)
+    graphs = ladder_of(MODES[mode], max_rows, max_step_tokens, graph_tokens)
+    limit = min(max_step_tokens, graph_tokens)
     for keys in (graphs.decode, graphs.chunk):
         assert list(keys) == sorted(set(keys))
-        assert all(key.tokens <= max_step_tokens for key in keys)
-    assert all(key.tokens <= piece_tokens for key in graphs.chunk if key.in_pieces)
+    assert all(key.tokens <= max_step_tokens for key in graphs.decode)
+    assert all(key.tokens <= limit + 7 for key in graphs.chunk)
+    if limit >= 768 and mode != "off":
+        assert graphs.chunk_step(GraphKey(limit, min(max_rows, 8), 2)) is not None
     assert bool(graphs.keys) == (mode != "off")
     if graphs.decode:  # a decode step has no more rows than a step has tokens
         assert graphs.decode[-1].rows == min(max_rows, max_step_tokens)
@@ -238,12 +241,27 @@ def test_every_mode_has_ascending_sizes_within_its_bounds(
 
 def test_the_sizes_of_each_mode() -> None:
     whole, pieces = chunk_ladder(32, 8192), chunk_ladder(32, 8192, in_pieces=True)
-    long = (768, 1024, 1280, 1536, 1792, 2048)
-    graphs = {mode: ladder_of(MODES[mode], 32, 8192, 2048) for mode in MODES}
-    assert graphs["full"] == Ladder(tuple(map(decode_key, ladder(32))), whole)
+    long = [768, 1024, 1280, 1536, 1792, 2048, 2560, 3000]
+    graphs = {mode: ladder_of(MODES[mode], 32, 8192, 3000) for mode in MODES}
+    assert graphs["full"].decode == tuple(map(decode_key, ladder(32)))
+    assert graphs["full"].chunk == (*whole, *chunk_ladder(32, 3000, long))
     assert graphs["full+piecewise"].decode == graphs["full"].decode
-    assert graphs["full+piecewise"].chunk[: len(whole)] == whole
-    assert [k.tokens for k in graphs["full+piecewise"].chunk[len(whole) :: 2]] == list(long)
+    assert graphs["full+piecewise"].chunk == (*whole, *chunk_ladder(32, 3000, long, in_pieces=True))
     assert graphs["piecewise"].chunk[: len(pieces)] == pieces
     assert all(key.in_pieces for key in graphs["piecewise"].keys)
-    assert [(k.rows, k.chunks) for k in graphs["piecewise"].chunk[-2:]] == [(8, 80), (32, 128)]
+    assert [(k.rows, k.chunks) for k in graphs["piecewise"].chunk[-2:]] == [(8, 109), (32, 157)]
+
+
+def test_steps_of_long_prompts_and_pieces_are_captured_late() -> None:
+    late = {str(mode): [] for mode in MODES}
+    for mode, forms in MODES.items():
+        late[mode] = [key.tokens for key in ladder_of(forms, 8, 8192, 1024).keys if is_late(key)]
+    assert late["full"] == late["full+piecewise"] == [768, 1024]
+    assert late["piecewise"] == [64, 128, 256, 512, 768, 1024]
+
+
+def test_padding_costs_long_prompts_a_third_at_most() -> None:
+    graphs = ladder_of(MODES["full"], 8, 8192, 8192)
+    for tokens in range(513, 8193):
+        key = graphs.chunk_step(GraphKey(tokens, 1, 1))
+        assert key is not None and (key.tokens <= 1.34 * tokens or key.tokens == 768)

@@ -1,22 +1,19 @@
-"""host_rows: compiled kernels against plain loops over lists, and against the device op."""
+"""host_rows: compiled kernels against plain loops over lists."""
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
 from midstream.ops import host_decode, host_rows
-from midstream.ops.advance import advance, running_col
 from midstream.ops.host_rows import REFUSED
-from midstream.ops.testing import build_args
 
 NAMES = [
-    "fill_deltas", "fill_decode_step", "fill_token_rows", "fill_pages", "fill_chunks", "pad_step",
+    "fill_deltas", "fill_decode_step", "fill_token_rows", "fill_chunks", "pad_step",
 ]  # fmt: skip
 NO_DELTAS = np.zeros((3, 0), np.int32), np.zeros(1, np.int32), 0
 JUNK = -77
@@ -36,6 +33,18 @@ def ints(values) -> np.ndarray:
 
 def junk(*shape) -> np.ndarray:
     return np.full(shape, JUNK, dtype=np.int32)
+
+
+def plan_rows(slot, num_computed, num_new, samples=0, kv_slot=0, page=0) -> np.ndarray:
+    """Rows of a plan, and columns of junk behind them."""
+    rows = junk(host_decode.ROW_FIELDS, len(slot) + 2)
+    for field, values in (
+        (host_decode.SLOT, slot), (host_decode.COMPUTED, num_computed), (host_decode.NEW, num_new),
+        (host_decode.SAMPLES, samples), (host_decode.KV_SLOT, kv_slot),
+        (host_decode.PAGE, page),
+    ):  # fmt: skip
+        rows[field, : len(slot)] = values
+    return rows
 
 
 def starts_of(lengths) -> np.ndarray:
@@ -87,15 +96,19 @@ def test_token_rows_follow_the_tables(suffix, rows, num_known, kv_block, seed):
     tokens = rng.integers(0, 5000, (8, 351)).astype(np.int32)
     samples = rng.integers(0, 2, len(rows)).astype(np.int32)
     lengths = [m for _, m in rows]
+    planned = rng.integers(1, 5000, len(rows))  # where the tokens of decoding rows go
     area = Area(len(rows) + 1, sum(lengths) + 2)
     total = kernel("fill_token_rows", suffix)(
-        ints(slots), ints([n for n, _ in rows]), ints(lengths), samples, tokens, num_known, table,
-        *area.both, kv_block,
+        plan_rows(slots, [n for n, _ in rows], lengths, samples, planned, planned + 7), len(rows), tokens,
+        num_known, table, *area.both, kv_block,
     )  # fmt: skip
     places = [(slot, p) for slot, (n, m) in zip(slots, rows, strict=True) for p in range(n, n + m)]
     known = sum(lengths[:num_known])
     token_id = [int(tokens[slot, p]) for slot, p in places[:known]] + [-1] * (total - known)
-    kv_slot = [int(table[slot, p // kv_block]) * kv_block + p % kv_block for slot, p in places]
+    kv_slot = [
+        int(table[slot, p // kv_block]) * kv_block + p % kv_block for slot, p in places[:known]
+    ]
+    kv_slot += planned[num_known:].tolist()
     starts = starts_of(lengths).tolist()
     assert total == sum(lengths)
     assert area.filled() == {
@@ -104,6 +117,7 @@ def test_token_rows_follow_the_tables(suffix, rows, num_known, kv_block, seed):
             "row_slot": [*slots, JUNK],
             "row_start": [*starts, JUNK],
             "row_sample": [*samples.tolist(), JUNK],
+            "write_page": [*(planned + 7).tolist(), JUNK],
             "sample_token": [*(start - 1 for start in starts[1:]), JUNK],
             "token_id": [*token_id, JUNK, JUNK],
             "position": [*(p for _, p in places), JUNK, JUNK],
@@ -113,99 +127,37 @@ def test_token_rows_follow_the_tables(suffix, rows, num_known, kv_block, seed):
     }
 
 
-def plain_state(precopy: bool) -> dict:
-    """Inputs of `advance` without drafts, as arrays; live rows only."""
-    case = next(c for c in advance.cases if "k0" in c.id)
-    args = build_args(case, torch.float32, torch.device("cpu")) | {"precopy": precopy}
-    args["accepted"].fill_(1)
-    return args
-
-
 @both
-@pytest.mark.parametrize("precopy", [True, False])
-def test_pages_equal_those_of_advance(suffix, precopy):
-    args = plain_state(precopy)
-    live = (args["row_slot"] >= 0).numpy()
-    lengths = args["row_start"].diff().numpy()[live]
-    slot = args["row_slot"].numpy()[live]
-    computed = args["computed"].numpy()[slot]
-    state_col, resume = args["state_col"].numpy().copy(), args["resume_page"].numpy().copy()
-    area = Area(len(slot))
-    table, block = args["state_table"].numpy(), args["block"]
-    moves = kernel("fill_pages", suffix)(
-        slot, computed, lengths, state_col, resume, table, *area.both, block, precopy
+@pytest.mark.parametrize(("rows", "padded"), [(13, 16), (13, 13), (1, 2), (0, 2)])
+def test_decode_rows_equal_the_separate_kernels(suffix, rows, padded):
+    rng = np.random.default_rng(rows)
+    plan = plan_rows(
+        rng.permutation(20)[:rows],
+        rng.integers(0, 200, rows),
+        1,
+        1,
+        *rng.integers(1, 999, (2, rows)),
     )
-    advance.reference(**args)
-    assert area.filled() == {
-        name: args[name].numpy()[: len(live)][live].tolist() for name in ("read_page", "write_page")
-    }
-    assert state_col.tolist() == args["state_col"].tolist()
-    assert resume.tolist() == args["resume_page"].tolist()
-    sources_elsewhere = plain_state(True)
-    advance.reference(**sources_elsewhere)
-    assert moves == int(sources_elsewhere["num_moves"]) > 2
-
-
-@both
-@pytest.mark.parametrize(
-    ("col", "resume", "read", "moves"),
-    [(-1, 0, 0, 0), (0, 0, 10, 1), (1, 0, 11, 0), (1, 7, 7, 1), (-1, 7, 7, 1), (1, 11, 11, 0)],
-    ids=["fresh", "leaves", "stays", "resumes", "starts at a hit", "resumes in place"],
-)
-def test_a_row_reads_the_page_that_holds_its_state(suffix, col, resume, read, moves):
-    table, area = ints([[0, 0, 0], [10, 11, 12]]), Area(1)
-    cols, used = ints([9, col]), ints([9, resume])
-    args = ints([1]), ints([64]), ints([1]), cols, used, table
-    assert kernel("fill_pages", suffix)(*args, *area.both, 64, False) == moves
-    assert area.filled() == {"read_page": [read], "write_page": [11]}
-    assert (cols.tolist(), used.tolist()) == ([9, 1], [9, 0])
-
-
-@both
-@pytest.mark.parametrize("precopy", [True, False])
-@pytest.mark.parametrize(("block", "kv_block"), [(4, 3), (64, 16), (7, 7)])
-def test_decode_rows_equal_the_separate_kernels(suffix, precopy, block, kv_block):
-    rng = np.random.default_rng(block)
-    slots, rows, padded = 20, 13, 16
-    slot = rng.permutation(slots)[:rows].astype(np.int32)
-    computed = rng.integers(0, 200, rows).astype(np.int32)
-    computed[3] = 0
-    state_col = junk(slots)
-    state_col[slot] = [running_col(int(n), block) for n in computed]
-    state_col[slot[5]] -= 1 if state_col[slot[5]] > 0 else 0  # a row that crosses a boundary
-    resume = np.zeros(slots, np.int32)
-    resume[slot[7]] = 4000
-    state_table = rng.integers(1, 999, (slots, 201 // block + 1)).astype(np.int32)
-    kv_table = rng.integers(1, 999, (slots, 201 // kv_block + 1)).astype(np.int32)
-    ones = np.ones(rows, np.int32)
-    area = Area(padded)
-    cols, used = state_col.copy(), resume.copy()
+    area = Area(max(padded, 3))
     deltas = ints([[5, 4, 3], [50, 40, 30], [0, 0, 0]]), ints([2])
-    moves = kernel("fill_decode_step", suffix)(
-        np.stack([slot, computed]), rows, cols, used, state_table, kv_table, *deltas, 2, *area.both,
-        padded, block, kv_block, precopy,
-    )  # fmt: skip
-    want = Area(padded, padded)
-    host_rows.fill_token_rows_py(
-        slot, computed, ones, ones, np.zeros((0, 0), np.int32), 0, kv_table, *want.both, kv_block
-    )
-    want_moves = host_rows.fill_pages_py(
-        slot, computed, ones, state_col, resume, state_table, *want.both, block, precopy
-    )
+    fill = kernel("fill_decode_step", suffix)
+    assert fill(plan, rows, *deltas, 2, *area.both, padded) == 2
+    want, table = Area(max(padded, 3), padded + 1), np.zeros((20, 0), np.int32)
+    host_rows.fill_token_rows_py(plan, rows, table, 0, table, *want.both, 16)
     host_rows.pad_step_py(*want.both, rows, rows, 0, padded, padded, 0)
-    same = ("row_slot", "row_start", "row_sample", "read_page", "write_page")
-    of_decode = {f"decode_{name}": want[name] for name in ("token_id", "position", "kv_slot")}
-    expected = {name: want[name] for name in same} | of_decode
+    of_decode = {
+        f"decode_{name}": [*want[name][:padded].tolist(), *[JUNK] * (max(padded, 3) - padded)]
+        for name in ("token_id", "position", "kv_slot")
+    }
     assert area["delta_count"][0] == 2 and area["delta_index"][:3].tolist() == [5, 4, JUNK]
     assert area["delta_value"][:3].tolist() == [50, 40, JUNK] and deltas[1][0] == 0
+    assert fill(plan, rows, *deltas, 2, *area.both, padded) == area["delta_count"][0] == 0
     for name in ("delta_count", "delta_index", "delta_value"):
         area[name][:] = JUNK
-    assert area.filled() == {name: words.tolist() for name, words in expected.items()}
-    assert (moves, cols.tolist(), used.tolist()) == (
-        want_moves,
-        state_col.tolist(),
-        resume.tolist(),
-    )
+    same = {
+        name: want[name].tolist() for name in ("row_slot", "row_start", "write_page", "row_sample")
+    }
+    assert area.filled() == same | of_decode
 
 
 @pytest.mark.parametrize("block", [1, 3, 7, 49, 64, 1312])
@@ -236,10 +188,11 @@ def cut(suffix, rows, chunk, capacity):
     exports = [e for row in rows for e in row[3]]
     area = Area(len(rows), chunks=capacity)
     area["row_start"][:] = starts_of([r[1] for r in rows])
-    area["write_page"][:] = [r[2] for r in rows]
+    computed, lengths, written = ([r[i] for r in rows] for i in range(3))
     count = kernel("fill_chunks", suffix)(
-        *(ints([r[i] for r in rows]) for i in range(2)), starts_of([len(r[3]) for r in rows]),
-        ints([p for p, _ in exports]), ints([page for _, page in exports]), *area.both, chunk,
+        plan_rows([9] * len(rows), computed, lengths, page=written), len(rows),
+        starts_of([len(r[3]) for r in rows]), ints([p for p, _ in exports]),
+        ints([page for _, page in exports]), *area.both, chunk,
     )  # fmt: skip
     return count, area
 
@@ -298,7 +251,7 @@ def test_padding_fills_every_tail_and_nothing_else(suffix):
         "row_start": [JUNK] * 3 + [3, 3] + rest,
         **{
             name: [JUNK] * 2 + [0, 0] + rest
-            for name in ("read_page", "write_page", "row_sample", "sample_token")
+            for name in ("write_page", "row_sample", "sample_token")
         },
         "token_id": [JUNK] * 3 + [0] * 3 + rest,
         "position": [JUNK] * 3 + [0] * 3 + rest,
@@ -317,36 +270,24 @@ def test_padding_fills_every_tail_and_nothing_else(suffix):
     ids=["slot behind the table", "column behind the table"],
 )
 def test_an_index_behind_its_table_is_refused(suffix, slot, computed):
-    table, col, resume = np.ones((4, 10), np.int32), junk(5), np.zeros(5, np.int32)
-    row, one, n = ints([slot]), ints([1]), ints([computed])
-    area, tokens = Area(1, 1).both, np.ones((9, 99), np.int32)
-    fill = kernel("fill_token_rows", suffix)
-    assert fill(row, n, one, one, tokens, 1, table, *area, 4) == REFUSED
-    fill = kernel("fill_pages", suffix)
-    assert fill(row, n, one, col, resume, table, *area, 4, True) == REFUSED
-    fill = kernel("fill_decode_step", suffix)
-    args = np.stack([row, n]), 1, col, resume, table, table
-    assert fill(*args, *NO_DELTAS, *area, 1, 4, 4, True) == REFUSED
+    table, tokens, area = np.ones((4, 10), np.int32), np.ones((9, 99), np.int32), Area(1, 1)
+    fill, plan = kernel("fill_token_rows", suffix), plan_rows([slot], [computed], [1])
+    assert fill(plan, 1, tokens, 1, table, *area.both, 4) == REFUSED
 
 
 @both
 def test_rows_and_tokens_beyond_the_fields_are_refused(suffix):
-    two, zero = ints([1, 1]), ints([0, 0])
     table, tokens = np.ones((2, 10), np.int32), np.ones((2, 40), np.int32)
-    slot, fill = ints([0, 1]), kernel("fill_token_rows", suffix)
+    plan, fill = plan_rows([0, 1], 0, 1), kernel("fill_token_rows", suffix)
     for rows, room, fits in ((1, 9, False), (2, 1, False), (2, 2, True)):
-        result = fill(slot, zero, two, two, tokens, 2, table, *Area(rows, room).both, 4)
+        result = fill(plan, 2, tokens, 2, table, *Area(rows, room).both, 4)
         assert (result == 2) == fits and (result == REFUSED) != fits
-    few = Area(1).both
-    fill = kernel("fill_pages", suffix)
-    assert fill(slot, zero, two, zero, zero, table, *few, 4, True) == REFUSED
     fill = kernel("fill_decode_step", suffix)
-    args = np.stack([slot, zero]), 2, zero, zero, table, table
-    assert fill(*args, *NO_DELTAS, *few, 2, 4, 4, True) == REFUSED
-    assert fill(*args, *NO_DELTAS, *Area(2).both, 1, 4, 4, True) == REFUSED
-    assert fill(*args, *NO_DELTAS, *Area(2).both, 2, 4, 4, True) != REFUSED
+    assert fill(plan, 2, *NO_DELTAS, *Area(1).both, 2) == REFUSED
+    assert fill(plan, 2, *NO_DELTAS, *Area(2).both, 1) == REFUSED
+    assert fill(plan, 2, *NO_DELTAS, *Area(2).both, 2) == 0
     one_delta = ints([[5], [50], [0]]), ints([1]), 0
-    assert fill(*args, *one_delta, *Area(2).both, 2, 4, 4, True) == REFUSED
+    assert fill(plan, 2, *one_delta, *Area(2).both, 2) == REFUSED
 
 
 @both
@@ -363,23 +304,24 @@ def test_deltas_leave_the_set_as_many_as_a_copy_holds(suffix):
 @both
 def test_a_row_without_known_tokens_decodes_one_token(suffix):
     table, tokens = np.ones((2, 10), np.int32), np.ones((2, 40), np.int32)
-    fill, both_rows = kernel("fill_token_rows", suffix), ints([1, 2])
-    args = ints([0, 1]), ints([0, 0]), both_rows, both_rows, tokens
-    assert fill(*args, 2, table, *Area(2, 3).both, 4) == 3
-    assert fill(*args, 1, table, *Area(2, 3).both, 4) == REFUSED
-    assert fill(*args[:2], ints([1, 0]), *args[3:], 1, table, *Area(2, 3).both, 4) == REFUSED
-    assert fill(*args[:4], tokens[:, :1].copy(), 2, table, *Area(2, 3).both, 4) == REFUSED
+    fill, plan = kernel("fill_token_rows", suffix), plan_rows([0, 1], 0, [1, 2])
+    assert fill(plan, 2, tokens, 2, table, *Area(2, 3).both, 4) == 3
+    assert fill(plan, 2, tokens, 1, table, *Area(2, 3).both, 4) == REFUSED
+    none = plan_rows([0, 1], 0, [1, 0])
+    assert fill(none, 2, tokens, 1, table, *Area(2, 3).both, 4) == REFUSED
+    assert fill(plan, 2, tokens[:, :1].copy(), 2, table, *Area(2, 3).both, 4) == REFUSED
 
 
 def test_q1_threads_get_what_plain_python_gets():
     rng = np.random.default_rng(1)
-    slot, computed = rng.permutation(500).astype(np.int32), rng.integers(0, 900, 500, np.int32)
-    one, table = np.ones(500, np.int32), rng.integers(1, 999, (500, 901), np.int32)
-    args = slot, computed, one, one, table, 300, table
+    plan = plan_rows(
+        rng.permutation(500), rng.integers(0, 900, 500), 1, 1, rng.integers(1, 999, 500)
+    )
+    table = rng.integers(1, 999, (500, 901), np.int32)
 
     def words(fill):
         area = Area(500, 500)
-        assert fill(*args, *area.both, 16) == 500
+        assert fill(plan, 500, table, 300, table, *area.both, 16) == 500
         return area.words.tolist()
 
     want = words(host_rows.fill_token_rows_py)

@@ -165,6 +165,8 @@ def test_each_mode_captures_its_ladder_and_off_captures_nothing() -> None:
     for mode, forms in MODES.items():
         config = resolved(graphs=mode, graph_tokens=1000)
         assert config.graphs == ladder_of(forms, config.max_rows, config.max_step_tokens, 1000)
+        long = resolved(graphs=mode).graphs
+        assert long == ladder_of(forms, config.max_rows, config.max_step_tokens, 8192)
     config = resolved(graphs="off")
     assert config.graphs.keys == () == config.graph_rows == config.graph_chunks
     # a decode step has no more rows than a step has tokens

@@ -78,10 +78,8 @@ def test_tokens_equal_full_forwards_although_every_step_is_a_replay(
     family: str, migration: str, graphs: str, pace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts, full = five_prompts(VOCAB), oracle_of(family)
-    short = 64
-    if graphs == "full+piecewise":  # steps of up to 16 tokens whole, of up to 64 in pieces
-        short = 16
-        monkeypatch.setattr(ladder, "_LONG_STEP", 48)
+    short = 64 if graphs == "piecewise" else 16  # longer steps are captured late
+    monkeypatch.setattr(ladder, "LONG", (64,))
     with (
         emulation(pace, (short,)),
         guarded_engine(build(family), migration=migration, graphs=graphs, **TINY) as engine,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from oracles import Oracle, five_prompts, guarded_engine, serve
-from tiny_models import FAMILIES, VOCAB, build
+from tiny_models import FAMILIES, VOCAB, build, prompt
 from torch.profiler import ProfilerActivity, profile
 
 import midstream
@@ -61,6 +61,22 @@ def test_a_captured_step_of_one_compiled_row_runs_gemv_and_equals_full_forwards(
         ran = kernels_of(lambda: graphs.replay(decode_key(1)))
     assert [list(out.token_ids) for out in alone] == [oracle.greedy(p, 40) for p in prompts]
     assert sum(kernel.name.startswith("_gemv_kernel") for kernel in ran) >= 6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_long_prompts_replay_graphs_that_are_captured_late(family: str) -> None:
+    oracle = Oracle(build(family).cuda())
+    prompts = [prompt(length, seed) for seed, length in enumerate((700, 1000, 520))]
+    room = {"num_kv_pages": 2000, "max_rows": 4, "max_len": 1200, "cache_mode": "none"}
+    with guarded_engine(build(family).cuda(), **EAGER | room) as engine:
+        alone = [serve(engine, [one], 6)[0] for one in prompts]
+        together = serve(engine, prompts, 6)
+        stats = engine.stats()
+    want = [oracle.greedy(one, 6) for one in prompts]
+    assert [list(out.token_ids) for out in alone] == want
+    assert [list(out.token_ids) for out in together] == want
+    assert stats["graph_replays"] == stats["steps"] and not stats["graph_fallbacks"]
+    assert stats["graphs"]["captured_late"] == 3, "of 768, 1,024 and 2,560 tokens"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

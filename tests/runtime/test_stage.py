@@ -49,19 +49,16 @@ class Bench:
         assert plan is not None
         return plan
 
-    def decode(self, plan: StepPlan, rows: int, precopy: bool = False) -> StepView:
+    def decode(self, plan: StepPlan, rows: int) -> StepView:
         self.sent = dict(self.rig.live.deltas.items())
-        self.stage.write_decode(plan, self.rig.live, self.block, 4, precopy, rows)
+        self.stage.write_decode(plan, self.rig.live.deltas, rows)
         return self.stage.decode_view(rows)
 
     def chunks(
-        self,
-        plan: StepPlan,
-        pad: Callable[[GraphKey], GraphKey] = lambda key: key,
-        precopy: bool = False,
+        self, plan: StepPlan, pad: Callable[[GraphKey], GraphKey] = lambda key: key
     ) -> StepView:
         self.sent = dict(self.rig.live.deltas.items())
-        shape = self.stage.write_chunks(plan, self.rig.live, self.block, 4, precopy, pad)
+        shape = self.stage.write_chunks(plan, self.rig.live, 4, pad)
         return self.stage.chunk_view(shape)
 
     def settle(self, plan: StepPlan) -> None:
@@ -72,8 +69,9 @@ class Bench:
 
 
 def fields(view: StepView) -> dict[str, Any]:
-    """Lists of all fields; `kind` aside."""
-    values = {name: getattr(view, name) for name in StepView.__dataclass_fields__ if name != "kind"}
+    """Lists of all fields, but for `kind` and what the device writes."""
+    names = set(StepView.__dataclass_fields__) - {"kind", "read_page"}
+    values = {name: getattr(view, name) for name in names}
     return {name: None if value is None else value.tolist() for name, value in values.items()}
 
 
@@ -85,14 +83,13 @@ def kv_slots(bench: Bench, slot: int, begin: int, end: int) -> list[int]:
 # -- what is sent -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precopy", [False, True])
-def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -> None:
+def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else() -> None:
     bench = Bench()
     first, second = bench.rig.add(text(70), 3), bench.rig.add(text(5, 1), 3)
     plan = bench.plan()
     pad = GraphKey(tokens=88, rows=4, chunks=20)
     needed: list[GraphKey] = []
-    view = bench.chunks(plan, lambda key: needed.append(key) or pad, precopy)
+    view = bench.chunks(plan, lambda key: needed.append(key) or pad)
     # 70 tokens: cut at 8, 16, ... 64 and 68; 5 tokens: cut at 4
     bounds = [*range(0, 65, 8), 68, 70, 74, 75]
     exports = [*plan.chunks[0].export_page, bench.rig.running_page(first)]
@@ -107,13 +104,7 @@ def test_a_chunk_step_is_sent_with_its_padding_and_nothing_else(precopy: bool) -
         + [PADDING] * 13,
         "row_slot": [first.slot, second.slot, PADDING, PADDING],
         "row_start": [0, 70, 75, 75, 75],
-        "read_page": [NULL_PAGE] * 4,
-        "write_page": [
-            bench.rig.running_page(first),
-            bench.rig.running_page(second),
-            NULL_PAGE,
-            NULL_PAGE,
-        ],
+        "write_page": [*map(bench.rig.running_page, (first, second)), NULL_PAGE, NULL_PAGE],
         "sample_token": [69, 74, 0, 0],
         "chunk_start": bounds + [75] * 8,
         "chunk_row": [0] * 10 + [1] * 2 + [PADDING] * 8,
@@ -131,41 +122,33 @@ def test_rows_are_cut_at_the_tile_as_well_as_at_exports() -> None:
     assert view.chunk_start.tolist() == [0, CHUNK, 127]
 
 
-@pytest.mark.parametrize("precopy", [False, True])
-def test_decoding_rows_beside_a_chunk_take_their_token_from_the_device(precopy: bool) -> None:
+def test_decoding_rows_beside_a_chunk_take_their_token_from_the_device() -> None:
     bench = Bench()
     old = bench.rig.add(text(16), 9)
     plan = bench.plan()
-    bench.chunks(plan, precopy=precopy)
+    bench.chunks(plan)
     bench.settle(plan)
     page = bench.rig.running_page(old)
     new = bench.rig.add(text(3, 1), 2)
-    view = bench.chunks(plan := bench.plan(), precopy=precopy)
+    view = bench.chunks(plan := bench.plan())
     assert plan.slot.tolist() == [new.slot, old.slot]
     got = fields(view)
     assert got["token_id"] == [*text(3, 1), -1] and got["position"] == [0, 1, 2, 16]
+    assert got["kv_slot"] == kv_slots(bench, new.slot, 0, 3) + kv_slots(bench, old.slot, 16, 17)
     assert got["sample_token"] == [2, 3] and got["row_chunk"] == [0, 1, 2]
-    assert (
-        got["chunk_page"]
-        == got["write_page"]
-        == [bench.rig.running_page(new), bench.rig.running_page(old)]
-    )
+    pages = [bench.rig.running_page(new), bench.rig.running_page(old)]
+    assert got["chunk_page"] == got["write_page"] == pages
     assert page not in (0, bench.rig.running_page(old))  # the answer begins a new block
-    assert got["read_page"] == [NULL_PAGE, bench.rig.running_page(old) if precopy else page]
 
 
 @pytest.mark.parametrize("rows", [2, 3, 5])
-@pytest.mark.parametrize("precopy", [False, True])
-def test_a_decode_step_is_sent_with_its_padding(rows: int, precopy: bool) -> None:
+def test_a_decode_step_is_sent_with_its_padding(rows: int) -> None:
     bench = Bench()
     requests = [bench.rig.add(text(n, n), 9) for n in (8, 5)]
     plan = bench.plan()
     bench.chunks(plan)
     bench.settle(plan)
-    source = [bench.rig.running_page(request) for request in requests]
-    view = bench.decode(plan := bench.plan(), rows, precopy)
-    target = [bench.rig.running_page(request) for request in requests]
-    assert source[0] != target[0] and source[1] == target[1]
+    view = bench.decode(bench.plan(), rows)
     more = rows - 2
     places = [kv_slots(bench, r.slot, len(r.prompt), len(r.prompt) + 1)[0] for r in requests]
     assert fields(view) == {
@@ -174,8 +157,7 @@ def test_a_decode_step_is_sent_with_its_padding(rows: int, precopy: bool) -> Non
         "kv_slot": places + [PADDING] * more,
         "row_slot": [r.slot for r in requests] + [PADDING] * more,
         "row_start": [0, 1] + [2] * (more + 1),
-        "read_page": (target if precopy else source) + [NULL_PAGE] * more,
-        "write_page": target + [NULL_PAGE] * more,
+        "write_page": [*map(bench.rig.running_page, requests), *[NULL_PAGE] * more],
         "sample_token": list(range(rows)),
         "chunk_start": None,
         "chunk_row": None,
@@ -207,20 +189,27 @@ def test_deltas_are_sent_with_their_count() -> None:
     assert not deltas
 
 
-def test_a_decode_step_sends_nothing_of_a_chunk_step() -> None:
-    bench = Bench()
+def test_a_decode_step_sends_nothing_of_a_chunk_step_and_deltas_only_where_there_are_any() -> None:
+    bench, untouched = Bench(), list[set[str]]()
     bench.rig.add(text(8), 3)
     plan = bench.plan()
     bench.chunks(plan)
     bench.settle(plan)
-    for tensor in bench.stage.device.values():
-        tensor.fill_(GARBAGE - 1)  # no area has this
-    bench.decode(bench.plan(), 1)
-    untouched = {n for n, tensor in bench.stage.device.items() if (tensor == GARBAGE - 1).all()}
-    assert untouched == {
+    for has_deltas in (True, False):
+        plan = bench.plan()
+        assert has_deltas == bool(bench.rig.live.deltas)
+        for tensor in bench.stage.device.values():
+            tensor.fill_(GARBAGE - 1)  # no area has this
+        bench.decode(plan, 1)
+        fields = bench.stage.device.items()
+        untouched.append({name for name, field in fields if (field == GARBAGE - 1).all()})
+        assert bench.stage.device["delta_count"].tolist() == [len(bench.sent)]
+        bench.settle(plan)
+    of_chunks = {
         "sample_token", "token_id", "position", "kv_slot", "chunk_start", "chunk_row", "chunk_page",
-        "row_chunk",
+        "row_chunk", "read_page",
     }  # fmt: skip
+    assert untouched == [of_chunks, of_chunks | {"delta_index", "delta_value"}]
 
 
 def test_a_row_outside_of_the_tables_is_a_bug_that_shows() -> None:
@@ -231,8 +220,8 @@ def test_a_row_outside_of_the_tables_is_a_bug_that_shows() -> None:
     plan.num_computed[:] += 1000
     with pytest.raises(AssertionError, match="outside of the slots' tables"):
         bench.chunks(plan)
-    with pytest.raises(AssertionError, match="outside of the slots' tables"):
-        bench.decode(plan, 1)
+    with pytest.raises(AssertionError, match="more rows than the step has"):
+        bench.decode(plan, 0)
 
 
 # -- the buffers ------------------------------------------------------------------------------------

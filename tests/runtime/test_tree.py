@@ -89,9 +89,7 @@ def plans_of(rig: Rig, seed: int) -> list[object]:
             rig.preempt(rig.scheduler.running[-1])
         plan = rig.schedule()
         if plan is not None:
-            seen.append(
-                (plan.arrays.rows[:, : plan.num_rows].tolist(), rig.live.state_table.tolist())
-            )
+            seen.append((plan.rows[:, : plan.num_rows].tolist(), rig.live.running_page.tolist()))
             seen.append(
                 (rig.live.kv_table.tolist(), plan.released, [c.export_page for c in plan.chunks])
             )
