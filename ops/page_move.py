@@ -51,7 +51,7 @@ _PIECE_BYTES = 2048  # of a page that stay together
 _WARPS = 2  # two 128-bit accesses of a thread move a piece
 _PARTS = 8  # programs that share the window of one layer
 _CONV_TILE = 512  # words of a convolution page that a program copies per turn
-_WINDOW_TILE = 128  # words (else channels) of each row of a window that a program holds at once
+_WINDOW_TILE = 64  # words (else channels) of each row of a window that a program holds at once
 _CARRIER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes an element
 
 
@@ -174,6 +174,15 @@ def _page_move_kernel(
     # before the count is known: one latency instead of two
     source, target = _listed_pages(move_from_ptr, move_to_ptr, piece // page_pieces, capacity)
     num_moves = tl.load(num_moves_ptr)
+    end = num_moves * page_pieces
+    while piece < end:
+        word = piece % page_pieces * PIECE + tl.arange(0, PIECE)
+        moving = (source != target) & (word < temporal_words)
+        source_ptr = temporal_ptr + wide_offset(source, temporal_stride) + word
+        target_ptr = temporal_ptr + wide_offset(target, temporal_stride) + word
+        piece += PROGRAMS
+        source, target = _listed_pages(move_from_ptr, move_to_ptr, piece // page_pieces, capacity)
+        tl.store(target_ptr, tl.load(source_ptr, mask=moving), mask=moving)
 
     parts = conv_layers * PARTS
     for turn in range(PROGRAMS - 1 - program, num_moves * parts, PROGRAMS):
@@ -207,15 +216,6 @@ def _page_move_kernel(
                 parts * CONV_TILE,
                 CONV_TILE,
             )
-
-    end = num_moves * page_pieces
-    while piece < end:
-        word = piece % page_pieces * PIECE + tl.arange(0, PIECE)
-        moving = (source != target) & (word < temporal_words)
-        words = tl.load(temporal_ptr + wide_offset(source, temporal_stride) + word, mask=moving)
-        tl.store(temporal_ptr + wide_offset(target, temporal_stride) + word, words, mask=moving)
-        piece += PROGRAMS
-        source, target = _listed_pages(move_from_ptr, move_to_ptr, piece // page_pieces, capacity)
 
 
 def _launch(

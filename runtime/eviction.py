@@ -42,7 +42,7 @@ class LruEvictor:
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
 
-    def make_room(self, pool: PagePool) -> None:
+    def make_room(self, pool: PagePool, wanted: int) -> None:
         self._index.drop_page(pool, pool.oldest_cached())
 
     def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
@@ -76,13 +76,13 @@ class ValueEvictor:
         self._age = [0.0, 0.0]
         self._age_below = 0.0  # of the checkpoint that goes
 
-    def make_room(self, pool: PagePool) -> None:
+    def make_room(self, pool: PagePool, wanted: int) -> None:
         index, before = self._index, pool.num_free
         if pool is index.state_pool:
             self._drop_checkpoint(_STATE)
         elif pool is index.kv_pool:
             # the last tokens of a checkpoint come free with it; the other pages are bare then
-            while not self._drop_bare() and self._drop_checkpoint(_KV):
+            while not self._drop_bare(wanted) and self._drop_checkpoint(_KV):
                 if pool.num_free > before:
                     break
         if pool.num_free == before:
@@ -132,16 +132,16 @@ class ValueEvictor:
         self._bare.pop(page, None)
         self._bare[page] = None
 
-    def _drop_bare(self) -> bool:
-        """Drop the KV page that has been of no use for longest."""
-        pool, index = self._index.kv_pool, self._index
-        while self._bare:
-            page, _ = self._bare.popitem(last=False)
+    def _drop_bare(self, wanted: int) -> bool:
+        """Drop KV pages that are of no use, longest so first, until `wanted` more are free."""
+        pool, index, bare = self._index.kv_pool, self._index, self._bare
+        before = pool.num_free
+        while bare and pool.num_free < before + wanted:
+            page, _ = bare.popitem(last=False)
             # it may have been used, covered or dropped since
             if pool.is_published(page) and not pool.refcount(page) and not index.is_useful(page):
                 index.drop_page(pool, page)
-                return True
-        return False
+        return pool.num_free > before
 
     def _drop_checkpoint(self, order: int) -> bool:
         """Drop the cached checkpoint that comes first in an order; False when there is none."""

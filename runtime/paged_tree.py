@@ -199,6 +199,32 @@ class PagedTree:
             self.prune(node)
         return nodes
 
+    def forget_leaf(self, page: int) -> bool:
+        """`forget` a KV page at the end of a branch that holds nothing else: most of those that are evicted.
+
+        Returns:
+            False where the caller must look closer.
+        """
+        kv = self._kv
+        node = kv.node_of.get(page)
+        if (
+            node is None
+            or not node.is_leaf
+            or node.tail
+            or sum(node.pages) != page
+            or page in kv.more_of
+            or node in kv.copies
+            or self.log is not None
+        ):
+            return False
+        del kv.node_of[page], self.nodes[node.key]
+        kv.pool.unpublish(page)
+        node.pages[KV] = NULL_PAGE
+        node.detach()  # what it stands on has a KV page, or is a root
+        self.num_dropped += 1
+        self.num_changes += 1
+        return True
+
     def group_of(self, pool: PagePool) -> PageGroup:
         """The group whose pages are in `pool`."""
         return next(group for group in self.groups if group.pool is pool)

@@ -33,8 +33,8 @@ Pages = int | Sequence[int]  # one page or several; null pages among them are ig
 class Evictor(Protocol):
     """Knows what cached pages are good for."""
 
-    def make_room(self, pool: PagePool) -> None:
-        """Unpublish cached pages of the pool, one at least; called when `take` finds none free."""
+    def make_room(self, pool: PagePool, wanted: int) -> None:
+        """Unpublish cached pages of the pool, one at least, and better as many as `take` lacks."""
 
     def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
         """Published pages have lost their last holder.  Some of them may be unpublished here."""
@@ -133,7 +133,7 @@ class PagePool:
                 "check the caller's sum"
             )
         while self._free[0] < count:
-            self._evict()
+            self._evict(count - self.num_free)
         # made before anything changes: what raises here takes nothing
         height = self._free[0]
         taken: list[int] = self._free[height - count + 1 : height + 1].tolist()[::-1]
@@ -228,12 +228,12 @@ class PagePool:
                     "this is a bug in the pool"
                 )
 
-    def _evict(self) -> None:
+    def _evict(self, wanted: int) -> None:
         before = self.num_free
         if self._evictor is None:
             self.unpublish(self.oldest_cached())
         else:
-            self._evictor.make_room(self)
+            self._evictor.make_room(self, wanted)
         if self.num_free <= before:
             raise ContractError(
                 f"PagePool {self.name}: {self.num_cached} pages are cached and none was evicted; "

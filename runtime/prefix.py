@@ -300,8 +300,10 @@ class PrefixIndex:
         node = group.node_of.get(page)
         if state < 0 or node is None:
             return False
-        others = group.more_of.get(page, ())
-        return is_covered(node, state) or any(is_covered(other, state) for other in others)
+        if is_covered(node, state):
+            return True
+        others = group.more_of.get(page)
+        return others is not None and any(is_covered(other, state) for other in others)
 
     def node_of_state(self, page: int) -> Node:
         """The prefix of a published state page."""
@@ -318,6 +320,8 @@ class PrefixIndex:
 
     def drop_page(self, pool: PagePool, page: int) -> None:
         """Unpublish a page, and whatever is of no use without it."""
+        if pool is self.kv_pool and self.tree.forget_leaf(page):
+            return
         group = self.tree.group_of(pool)
         if self.state >= 0 and pool is self.state_pool:
             self.drop_state(group.node_of[page])

@@ -32,7 +32,7 @@ class Recorder:
         self.cached: list[list[int]] = []
         pool.set_evictor(self)
 
-    def make_room(self, pool: PagePool) -> None:
+    def make_room(self, pool: PagePool, wanted: int) -> None:
         self.evicted.append(pool.oldest_cached())
         pool.unpublish(self.evicted[-1])
 
@@ -196,16 +196,33 @@ def test_an_evictor_is_told_what_is_cached_and_may_unpublish_more_than_one_page(
         pool.publish(page)
     pool.release([NULL_PAGE, *pages])
     assert recorder.cached == [[4, 3, 2, 1]]
-    recorder.make_room = lambda pool: [pool.unpublish(p) for p in pages] and None
+    recorder.make_room = lambda pool, wanted: [pool.unpublish(p) for p in pages] and None
     assert len(pool.take(1)) == 1
     assert books(pool) == (3, 0, 1)
     with pytest.raises(ContractError, match="a second evictor"):
         pool.set_evictor(recorder)
 
 
+def test_an_evictor_is_asked_for_all_pages_that_are_short() -> None:
+    pool, asked = PagePool(6), []
+
+    def make_room(pool: PagePool, wanted: int) -> None:
+        asked.append(wanted)
+        for _ in range(min(wanted, 2)):  # as many as it can
+            pool.unpublish(pool.oldest_cached())
+
+    Recorder(pool).make_room = make_room
+    pages = pool.take(4)
+    for page in pages:
+        pool.publish(page)
+    pool.release(pages)
+    assert len(pool.take(4)) == 4
+    assert asked == [3, 1]
+
+
 def test_an_evictor_that_evicts_nothing_is_named_and_nothing_is_taken() -> None:
     pool = PagePool(5)
-    Recorder(pool).make_room = lambda pool: None
+    Recorder(pool).make_room = lambda pool, wanted: None
     pages = pool.take(4)
     pool.publish(pages[0])
     pool.release(pages[0])
@@ -215,7 +232,7 @@ def test_an_evictor_that_evicts_nothing_is_named_and_nothing_is_taken() -> None:
 
 
 def test_an_error_inside_an_eviction_leaves_the_books_balanced() -> None:
-    def failing(pool: PagePool) -> None:
+    def failing(pool: PagePool, wanted: int) -> None:
         pool.unpublish(pool.oldest_cached())
         raise MemoryError("injected")
 
