@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 from midstream.compiler.backend_graph import CompiledGraph, compile_graph
-from midstream.compiler.backend_options import BackendOptions
+from midstream.compiler.backend_options import BackendOptions, decode
 from midstream.graphs.recorded import InputRole
 
 
@@ -66,15 +66,21 @@ class BackendReport:
 def explain_backend(
     function: Callable[..., Any],
     *args: Any,
-    options: BackendOptions | None = None,
+    options: Mapping[str, object] | BackendOptions | None = None,
     bytes_per_second: float | None = None,
     **kwargs: Any,
 ) -> BackendReport:
     """Compile `function` anew, call it once with the arguments, and say what came of it.
 
     The call is a real one: state that the function writes is written.
+
+    Args:
+        options: as in `torch.compile(backend="midstream", options=...)`.
+        bytes_per_second: of device memory, for the least time of a call.
+    Raises:
+        ConfigError: an unknown option or a wrong value.
     """
-    settings = options or BackendOptions()
+    settings = decode(None, options)
     graphs: list[CompiledGraph] = []
 
     def backend(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Sequence[Any]]:

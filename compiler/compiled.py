@@ -7,35 +7,41 @@ Lowering and graphs for transformers' own `generate`, without an engine.
 The model object itself is changed: `model.generate` and `model(...)` use paged state until `undo()`.  A
 prompt runs as one packed step without its padding, a decode step replays one graph.  In a decode step the
 attention mask is not read: a row that has begun gets a token in every column.  Weights that were moved are
-noticed at the next prompt.
+noticed at the next prompt, and so is a turn that begins otherwise than what its kept cache holds.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import typing
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Never
 
 import torch
 from torch import Tensor
 
 from midstream.compiler.attention import PagedCache
 from midstream.compiler.changes import WAY_BACK, Changes
+from midstream.compiler.compiled_options import (
+    STATE_DTYPES,
+    check_known,
+    check_options,
+    check_outputs,
+    longest,
+)
 from midstream.compiler.lowering import LoweredModel, cache_argument, lower
 from midstream.compiler.model_call import CACHE_NAMES, ModelCall, own_cache
 from midstream.compiler.row_cache import MidstreamCache
 from midstream.compiler.row_memory import RowMemory
-from midstream.compiler.row_steps import RowSteps
+from midstream.compiler.row_steps import Mask, RowSteps
 from midstream.compiler.validation import check_model, device_of
 from midstream.errors import CapacityError, ConfigError, ContractError, UnsupportedError
 from midstream.graphs.captured import Capturer
 
-_LONGEST = 4096  # default of max_len: all memory is taken at the start
-_SAME_TOKENS = (None, "dynamic", "static", "hybrid")  # where keys lie; all give the same tokens
-_STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_NO_CACHE_ASKED = (None, "dynamic")  # the second is the name of transformers' default
 
 _log = logging.getLogger("midstream")
 
@@ -49,6 +55,7 @@ class CompiledModel:
         self._lowered = lowered
         self._steps = RowSteps(lowered, memory, capturer)
         self._plain = lowered.model.forward  # of the class, over lowered layers
+        self._num_ids = int(lowered.model.get_input_embeddings().num_embeddings)
         self._names = list(inspect.signature(self._plain).parameters)
         self._cache_name = cache_argument(lowered.model)
         self._output = typing.get_type_hints(inspect.unwrap(type(lowered.model).forward))["return"]
@@ -56,6 +63,7 @@ class CompiledModel:
         self._undone = False
         self._changes = Changes()
         self._changes.set(self.model, "forward", _with_signature_of(self._plain, self._forward))
+        self._changes.set(self.model, "generate", self._checked(lowered.model.generate))
         self._changes.set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
         # generate would switch the experts between prefill and decode, and so compile layers again
         self._changes.set(self.model, "_optimize_model_for_decode", nullcontext)
@@ -114,6 +122,7 @@ class CompiledModel:
         )
 
     def __enter__(self) -> CompiledModel:
+        self._check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -142,11 +151,32 @@ class CompiledModel:
                 f"midstream.compile: a batch of {call.ids.shape[0]} with a cache of {len(cache.rows)} rows, "
                 "expected the batch that the cache began with; start with a new cache"
             )
+        mask = None
         if call.is_decode():
-            return self._steps.decode(cache, call.ids[:, 0])[:, None]
-        mask = call.mask(cache.num_columns, cache.lengths)
-        call.check_positions(mask, cache.lengths)
-        return self._steps.prefill(cache, call.ids, mask, call.kept_columns(mask))
+            logits = self._steps.decode(cache, call.ids[:, 0])[:, None]
+        else:
+            mask = call.mask(cache.num_columns, cache.lengths)
+            call.check_positions(mask, cache.lengths)
+            _check_ids(call.ids, mask, self._num_ids)
+            logits = self._steps.prefill(cache, call.ids, mask, call.kept_columns(mask))
+        cache.remember(call.ids, mask)
+        return logits
+
+    def _checked(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate`, which cuts off what a kept cache holds without looking at it."""
+
+        @functools.wraps(generate)
+        def checked(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            cache = next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None)
+            ids = kwargs.get("input_ids") if inputs is None else inputs
+            mask = kwargs.get("attention_mask")
+            # behind a mask that is longer come the new tokens alone
+            is_whole = mask is None or (isinstance(ids, Tensor) and mask.shape[-1] == ids.shape[-1])
+            if isinstance(cache, MidstreamCache) and isinstance(ids, Tensor) and is_whole:
+                cache.check_beginning(ids)
+            return generate(inputs, *args, **kwargs)
+
+        return checked
 
     def _prepare_cache(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *sizes: Any
@@ -189,8 +219,12 @@ def compile(  # as in torch.compile
     compile: Literal["auto", "eager", "inductor"] = "auto",
     kv_block: int = 16,
     state_dtype: Literal["float32", "bfloat16"] = "float32",
+    **unknown: Never,
 ) -> CompiledModel:
     """Lower `model` in place, take memory for its rows, and let `model.generate` replay graphs.
+
+    The model stays so while it lives, also where the handle is dropped: it may be passed on, to a pipeline
+    for one.  The handle's `undo()`, or `midstream.restore(model)`, leads back.
 
     Args:
         model: a causal language model of transformers, in eval mode, on one device.
@@ -200,27 +234,29 @@ def compile(  # as in torch.compile
         compile: "eager", "inductor", or "auto": inductor where there is a GPU.
         kv_block: tokens of a KV page.
         state_dtype: of recurrent state.
+        unknown: nothing; a misspelt option is refused with its neighbour.
     Raises:
         ConfigError: an option or a model that can never work.
         UnsupportedError: a model without lowering.
         ContractError: the model is lowered already.
     """
+    check_known(unknown)
     check_model(model)
-    _check_options(max_batch, max_len, kv_block, graphs, compile, state_dtype)
-    _check_outputs(model)
-    max_len = _longest(model, max_len)
+    check_options(max_batch, max_len, kv_block, graphs, compile, state_dtype)
+    check_outputs(model)
+    length = longest(model, max_len)
     is_cuda = device_of(model).type == "cuda"
     inductor = compile == "inductor" or (compile == "auto" and is_cuda)
     lowered = lower(
         model,
-        temporal_dtype=_STATE_DTYPES[state_dtype],
+        temporal_dtype=STATE_DTYPES[state_dtype],
         compile_mode="inductor" if inductor else "eager",
         kv_block=kv_block,
     )
     try:
-        memory = RowMemory(lowered, max_batch, max_len)
+        memory = RowMemory(lowered, max_batch, length)
         _log.info(
-            "compiled for %d rows of %d tokens: %d bytes", max_batch, max_len, memory.num_bytes
+            "compiled for %d rows of %d tokens: %d bytes", max_batch, length, memory.num_bytes
         )
         return CompiledModel(lowered, memory, _capturer(lowered) if graphs else None)
     except BaseException:
@@ -248,44 +284,15 @@ def _with_signature_of(original: Callable[..., Any], run: Callable[..., Any]) ->
     return forward
 
 
-def _longest(model: Any, max_len: int | None) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if max_len is None:
-        return min(_LONGEST, positions or _LONGEST)
-    if positions and max_len > positions:
+def _check_ids(ids: Tensor, mask: Mask | None, num_ids: int) -> None:
+    """Refuse what the embedding has no row for; on a GPU it would stop the process.  Waits for the device."""
+    found = ids.cpu().numpy()
+    found = found if mask is None else found[mask]
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high >= num_ids:
         raise ConfigError(
-            f"midstream.compile: max_len={max_len} exceeds the {positions} positions of the model; lower it"
-        )
-    return max_len
-
-
-def _check_options(
-    max_batch: Any, max_len: Any, kv_block: Any, graphs: Any, compile: Any, state_dtype: Any
-) -> None:
-    length = 1 if max_len is None else max_len
-    for name, value in (("max_batch", max_batch), ("max_len", length), ("kv_block", kv_block)):
-        if type(value) is not int or value < 1:
-            raise ConfigError(f"midstream.compile: {name}={value!r}; expected a whole number >= 1")
-    if type(graphs) is not bool:
-        raise ConfigError(f"midstream.compile: graphs={graphs!r}; expected True or False")
-    if compile not in ("auto", "eager", "inductor"):
-        raise ConfigError(
-            f"midstream.compile: compile={compile!r}; expected 'auto', 'eager' or 'inductor'"
-        )
-    if not isinstance(state_dtype, str) or state_dtype not in _STATE_DTYPES:
-        raise ConfigError(
-            f"midstream.compile: state_dtype={state_dtype!r}; expected one of {', '.join(_STATE_DTYPES)}"
-        )
-
-
-def _check_outputs(model: Any) -> None:
-    """Refuse a model that is configured to return what paged steps do not compute."""
-    names = ("output_hidden_states", "output_attentions", "output_router_logits")
-    asked = [name for name in names if getattr(model.config, name, False)]
-    if asked:
-        raise UnsupportedError(
-            f"midstream.compile: the model's config sets {', '.join(asked)}, expected logits only; set them "
-            "to False"
+            f"midstream.compile: the prompt has token ids from {low} to {high}; expected 0 to {num_ids - 1}; "
+            "is this the model's own tokenizer?"
         )
 
 
@@ -297,8 +304,9 @@ def _check_generation(generation_config: Any, mode: Any) -> None:
             "or beams: rejected tokens cannot be taken back from a recurrent state; leave the assistant out"
         )
     implementation = generation_config.cache_implementation
-    if implementation not in _SAME_TOKENS:
+    if implementation not in _NO_CACHE_ASKED:
         raise UnsupportedError(
             f"midstream.compile: cache_implementation={implementation!r}, expected none: keys and states "
-            "lie in pools of the compiled model; leave it out, or undo() the compiled model"
+            "lie in pools of the compiled model, at fixed addresses; leave it out (look into "
+            "model.generation_config too), or undo() the compiled model"
         )

@@ -1,19 +1,26 @@
-"""The cache object of a compiled model: the names of its rows, and how many tokens each has."""
+"""
+The cache object of a compiled model: the names of its rows, how many tokens each has, and which.
+
+Letters: B rows of the cache, C columns of the padded batch, W new columns.
+"""
 
 from __future__ import annotations
 
 import weakref
 from typing import Any, NoReturn
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from midstream.compiler.row_memory import RowMemory
-from midstream.errors import UnsupportedError
+from midstream.errors import ContractError, UnsupportedError
 
 
 class MidstreamCache(Cache):  # type: ignore[misc]
-    """Stands for rows of a `RowMemory`; holds no tensor.  Its rows are free again when it is dropped.
+    """Stands for rows of a `RowMemory`, and knows their token ids.  Its rows are free when it is dropped.
 
     Several caches may be alive and take turns, as long as their rows fit.  `copy.deepcopy` makes a second
     cache with the same contents.
@@ -25,6 +32,8 @@ class MidstreamCache(Cache):  # type: ignore[misc]
         self.rows: list[int] = []  # of the memory; the same list for the cache's whole life
         self.lengths: list[int] = []  # tokens of each row, padding not counted
         self.num_columns = 0  # of the padded batch, which is what transformers counts
+        self._ids: Tensor | None = None  # i64[B, >= C]  on the device: nobody waits for them
+        self._is_token: NDArray[np.bool_] | None = None  # [B, <= C]  False in padding; none behind
         weakref.finalize(self, memory.give_back, self.rows)
 
     def start(self, num_rows: int) -> None:
@@ -37,6 +46,48 @@ class MidstreamCache(Cache):  # type: ignore[misc]
         self.memory.give_back(self.rows)
         self.lengths = []
         self.num_columns = 0
+        self._ids = self._is_token = None
+
+    def remember(self, ids: Tensor, mask: NDArray[np.bool_] | None) -> None:
+        """The newest columns were computed from ids [B, W].  `mask`: False in padding; None without any."""
+        end, width = self.num_columns, ids.shape[1]
+        if self._ids is None or self._ids.shape[1] < end:
+            with torch.inference_mode(False):  # what is made inside cannot be written outside
+                longer = ids.new_zeros((ids.shape[0], 2 * end), dtype=torch.int64)
+            if self._ids is not None:
+                longer[:, : end - width] = self._ids[:, : end - width]
+            self._ids = longer
+        self._ids[:, end - width : end] = ids
+        if mask is not None:
+            old = self._tokens_up_to(end - width, ids.shape[0])
+            self._is_token = np.concatenate([old, mask], axis=1)
+
+    def check_beginning(self, ids: Tensor) -> None:
+        """That the whole sequences ids [B, W] go on from what this cache holds.  Waits for the device.
+
+        Raises:
+            ContractError: naming the first token that differs, or when there is none behind the cache.
+        """
+        held = self.num_columns
+        if not held or self._ids is None or not len(ids) or len(self.rows) % len(ids):
+            return  # other batches are refused where they are run
+        if ids.shape[1] <= held:
+            raise ContractError(
+                f"midstream.compile: this turn has {ids.shape[1]} tokens, and its cache holds {held} of the "
+                "turns before; expected all turns so far and at least one token more; append the new turn "
+                "to the sequence that generate returned, or start with a new cache"
+            )
+        given = ids[:, :held].repeat_interleave(len(self.rows) // len(ids), 0).cpu().numpy()
+        known = self._ids[:, :held].cpu().numpy()
+        is_other = (given != known) & self._tokens_up_to(held, len(self.rows))
+        if is_other.any():
+            row, column = np.argwhere(is_other)[0].tolist()
+            raise ContractError(
+                f"midstream.compile: in row {row} the turns before differ from those in the cache: token "
+                f"{column} is {given[row, column]}, expected {known[row, column]}, as it was computed; "
+                "append to the sequence that generate returned rather than encode its text again, or start "
+                "with a new cache"
+            )
 
     def rearrange(self, order: list[int]) -> None:
         """Row i continues what row order[i] has; there may be more or fewer rows than before."""
@@ -52,6 +103,11 @@ class MidstreamCache(Cache):  # type: ignore[misc]
         del self.rows[len(order) :]
         self.memory.give_back(surplus)
         self.lengths = lengths
+        if self._ids is not None:
+            with torch.inference_mode(False):
+                self._ids = self._ids[order]
+        if self._is_token is not None:
+            self._is_token = self._is_token[order]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """For beam search.  Reads `beam_idx` on the host."""
@@ -69,6 +125,9 @@ class MidstreamCache(Cache):  # type: ignore[misc]
             twin.start(len(self.rows))
             self.memory.copy(self.rows, twin.rows, max(self.lengths))
         twin.lengths, twin.num_columns = list(self.lengths), self.num_columns
+        with torch.inference_mode(False):
+            twin._ids = None if self._ids is None else self._ids.clone()
+        twin._is_token = self._is_token  # never written into
         memo[id(self)] = twin
         return twin
 
@@ -124,6 +183,11 @@ class MidstreamCache(Cache):  # type: ignore[misc]
 
     def activate_past_recording(self) -> NoReturn:
         self._refuse("activate_past_recording()", "no rollback: a recurrent state cannot step back")
+
+    def _tokens_up_to(self, num_columns: int, num_rows: int) -> NDArray[np.bool_]:
+        """[B, C]  Which entries of the first columns are tokens; the others are padding."""
+        known = np.ones((num_rows, 0), bool) if self._is_token is None else self._is_token
+        return np.pad(known, ((0, 0), (0, num_columns - known.shape[1])), constant_values=True)
 
     def _refuse(self, found: str, expected: str) -> NoReturn:
         raise UnsupportedError(

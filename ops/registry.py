@@ -17,6 +17,7 @@ Conventions that every op obeys:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,14 +103,21 @@ def define_op(
     quicker CPU implementation is given.  `declared` is what `describe_op` takes: cases, tolerance, traffic
     and the optional rest.
 
-    The schema returns nothing: all results are mutated arguments, so the default fake does nothing.
+    The schema returns nothing: all results are mutated arguments, so the default fake does nothing.  What
+    is refused leaves nothing behind: the name may be defined once the declaration is right.
     Raises:
-        RuntimeError: from torch, when the name is defined a second time.
-        ContractError: when the schema returns a value or mutates nothing.
+        RuntimeError: from torch, when the name is defined a second time or the schema is none.
+        ContractError: when the schema returns a value or mutates nothing, or `declared` is not what
+            `describe_op` takes.
     """
     head, _, tail = schema.partition("(")
     namespace, _, name = head.rpartition("::")
     _check_schema(head, tail, schema)
+    implementations = {"cuda": cuda, "cpu": cpu, "reference": reference or cpu}
+    _check_implementations(name, implementations | {"fake": fake or _writes_nothing_new})
+    _check_names(name, declared)
+    parsed = torch._C.parse_schema(f"{namespace or _OURS}::{name}({tail}")
+    _check_declared(name, [argument.name for argument in parsed.arguments], declared)
     library = _library(namespace or _OURS)
     library.define(name + "(" + tail)
     library.impl(name, interceptable(head, cuda), "CUDA")
@@ -150,12 +158,7 @@ def describe_op(
     name = head.rpartition("::")[2]
     _check_schema(name, tail, schema)
     known = [argument.name for argument in overload._schema.arguments]  # type: ignore[attr-defined]
-    unknown = [n for n in (*(arenas or ()), *(results or ())) if n not in known]
-    if unknown or not cases:
-        raise ContractError(
-            f"describe_op: {name} has the arguments {known}, but arenas and results name {unknown}, and "
-            f"{len(cases)} cases; expected names of arguments and at least one case, or nothing is proven"
-        )
+    _check_declared(name, known, {"cases": cases, "arenas": arenas, "results": results})
     return OpSpec(
         name=name,
         schema=schema,
@@ -177,6 +180,40 @@ def _check_schema(name: str, tail: str, schema: str) -> None:
         raise ContractError(
             f"define_op: {name} must return nothing and mark what it writes, got '{schema}'; "
             "pass results as arguments, e.g. 'Tensor(b!) out'"
+        )
+
+
+def _check_implementations(name: str, given: Mapping[str, object]) -> None:
+    for role, function in given.items():
+        if not callable(function):
+            raise ContractError(
+                f"define_op: {name} has {role}={function!r}, expected a function; pass the one that runs it"
+            )
+
+
+def _check_names(name: str, declared: Mapping[str, object]) -> None:
+    """The keywords that go on to `describe_op`."""
+    known = list(inspect.signature(describe_op).parameters)[
+        3:
+    ]  # the op itself is given by the schema
+    unknown = [keyword for keyword in declared if keyword not in known]
+    missing = [keyword for keyword in ("cases", "tolerance", "traffic") if keyword not in declared]
+    if unknown or missing:
+        raise ContractError(
+            f"define_op: {name} declares {unknown or 'nothing'} that is unknown and lacks "
+            f"{missing or 'nothing'}; expected cases, tolerance, traffic and of {known[3:]} what applies"
+        )
+
+
+def _check_declared(name: str, known: list[str], declared: Mapping[str, Any]) -> None:
+    """What a declaration says of its arguments, against those of the schema."""
+    named = (*(declared.get("arenas") or ()), *(declared.get("results") or ()))
+    unknown = [argument for argument in named if argument not in known]
+    if unknown or not declared["cases"]:
+        raise ContractError(
+            f"describe_op: {name} has the arguments {known}, but arenas and results name {unknown}, and "
+            f"{len(declared['cases'])} cases; expected names of arguments and at least one case, or nothing "
+            "is proven"
         )
 
 

@@ -30,6 +30,7 @@ from midstream.ops.registry import Args, OpCase, OpSpec
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEED = 20
 _OTHER_SEED = 21
+_NO_DRIVER = "0 active drivers"  # what Triton says where it has nothing to launch on
 _GARBAGE = (float("nan"), 77.0)  # what results hold before the run
 
 
@@ -44,8 +45,17 @@ class Check:
     device: torch.device
 
     def run(self) -> None:
-        """Raises AssertionError, or what the op raised."""
-        CHECKS[self.name](self.spec, self.case, self.dtype, self.device)
+        """Raises AssertionError, or what the op raised; ContractError where its kernels cannot run."""
+        try:
+            CHECKS[self.name](self.spec, self.case, self.dtype, self.device)
+        except RuntimeError as error:
+            if _NO_DRIVER not in str(error):
+                raise
+            raise ContractError(
+                f"op_suite: the kernels of {self.spec.name} cannot run, Triton found no GPU and does not "
+                "interpret them; expected one of the two; set TRITON_INTERPRET=1 before any kernel is "
+                "defined, at best in conftest.py"
+            ) from error
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -32,6 +32,7 @@ from midstream.runtime.config import (
 )
 from midstream.runtime.device_step import DeviceStep
 from midstream.runtime.emit import Emitter
+from midstream.runtime.footprint import check_room, shares
 from midstream.runtime.hashing import BlockHasher
 from midstream.runtime.intake import Intake
 from midstream.runtime.live import LiveTable
@@ -149,6 +150,9 @@ def _build(
     layout = SlotLayout(
         config.max_rows, -(-config.max_len // block), -(-config.max_len // config.kv_block)
     )
+    limits = stage_limits(config.max_rows, config.max_step_tokens, block)
+    page_bytes = PageBytes(lowered.layout.page_bytes, lowered.kv_layout.page_bytes)
+    check_room(shares(config, layout, limits, page_bytes), device)
     slots = SlotMemory.allocate(layout, device)
     temporal, conv = lowered.layout.allocate(config.num_state_pages, device)
     kv = lowered.kv_layout.allocate(config.num_kv_pages, device)
@@ -157,7 +161,6 @@ def _build(
 
     live = LiveTable(layout, config.max_len)
     scheduler = _scheduler(config, layout, live, lowered, block)
-    limits = stage_limits(config.max_rows, config.max_step_tokens, block)
     step = DeviceStep(
         lowered, slots, Stage(limits, device, queue), lowered.layout, (temporal, conv), block,
         config.migration == "precopy",

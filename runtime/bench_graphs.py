@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from midstream.compiler.compiled import CompiledModel
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, MidstreamError
 from midstream.runtime.bench_steps import (
     PATHS,
     SLOW_PATHS,
@@ -43,6 +43,10 @@ from midstream.runtime.loading import (
 _log = logging.getLogger("midstream")
 
 NEEDS_GPU = "needs a GPU"
+_OLD_NAMES = {  # in files of checkpoints, and read under other names
+    "auto_map", "full_attention_interval", "partial_rotary_factor", "rope_scaling", "rope_theta",
+    "tokenizer_class", "torch_dtype",
+}  # fmt: skip
 _NOT_ASKED = "left out (--slow-rows)"
 
 
@@ -70,7 +74,7 @@ def load(source: str, dtype: str, device: str) -> Any:
     """The model in a folder, or of a config file (model_type and sizes) with random weights.
 
     Raises:
-        ConfigError: neither, or a family that is not supported.
+        ConfigError: neither, a family that is not supported, or a misspelt size.
     """
     path = Path(source)
     if not path.is_file():
@@ -94,19 +98,33 @@ def load(source: str, dtype: str, device: str) -> Any:
     torch.manual_seed(0)
     try:
         config = AutoConfig.from_pretrained(source, local_files_only=True)
-        known = type(config)().to_dict()
-        for name in set(sizes) - set(known):  # transformers takes any name without a word
-            for meant in get_close_matches(name, known, n=1, cutoff=0.9):
-                _log.warning(
-                    "%s has no %r: left out; did you mean %r?", type(config).__name__, name, meant
-                )
+        _check_names(config, sizes)
         model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    except MidstreamError:
+        raise
     except (ValueError, TypeError, RuntimeError, AttributeError, StrictDataclassError) as error:
         raise ConfigError(
             f"bench: no model can be built from '{source}' ({first_line(error)}); expected sizes that "
             "belong together, as in config.json of a checkpoint"
         ) from error
     return model.to(place).eval().requires_grad_(False)
+
+
+def _check_names(config: Any, sizes: Mapping[str, Any]) -> None:
+    """Refuse misspelt sizes: transformers takes any name without a word, and the default for the one meant.
+
+    Raises:
+        ConfigError: for a name that is nearly one of the config's.
+    """
+    kind = type(config)
+    known = {*kind().to_dict(), *kind.attribute_map}
+    for name in sorted(set(sizes) - known - _OLD_NAMES):
+        for meant in get_close_matches(name, known, n=1, cutoff=0.8):
+            raise ConfigError(
+                f"bench: {kind.__name__} has no {name!r}; expected names as in config.json of a checkpoint; "
+                f"did you mean {meant!r}?"
+            )
+        _log.warning("%s does not know %r: it may change nothing", kind.__name__, name)
 
 
 def bench(

@@ -18,7 +18,7 @@ midstream info       prints versions, the device, and what is missing here and w
     midstream bench graphs --model DIR --rows 1 8 32 --out results
     midstream info
 
-Flags are the fields of EngineConfig and SamplingParams.  Exit status: 0, 1 when a request failed or a
+Flags are the options of Engine and SamplingParams.  Exit status: 0, 1 when a request failed or a
 line of a chat was refused, 2 for what is refused at the start, 130 after Ctrl-C.
 """
 
@@ -77,8 +77,8 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands.add_parser("generate", help="answer prompts, or chat")
     generate.set_defaults(run=run_generate)
     _add_inputs(generate)
-    add_flags(generate.add_argument_group("engine (EngineConfig)"), EngineConfig)
-    add_flags(generate.add_argument_group("sampling (SamplingParams)"), SamplingParams)
+    add_flags(generate.add_argument_group("options of Engine"), EngineConfig)
+    add_flags(generate.add_argument_group("options of SamplingParams"), SamplingParams)
     explain = commands.add_parser("explain", help="what an engine makes of a model")
     explain.set_defaults(run=run_explain)
     _add_explain(explain)
@@ -98,6 +98,7 @@ def run_generate(args: argparse.Namespace) -> int:
     from midstream.runtime.loading import load_model
     from midstream.runtime.report import config_line, logprob_lines, summary_lines
     from midstream.runtime.session import Session
+    from midstream.runtime.settings import read_settings
 
     options, params = given(args, EngineConfig), SamplingParams(**given(args, SamplingParams))
     check_options(EngineConfig(**options))
@@ -110,7 +111,8 @@ def run_generate(args: argparse.Namespace) -> int:
             "give the prompt as ids: --token-ids 1,2,3"
         )
     with Engine(model, tokenizer=tokenizer, **options) as engine:
-        _print_all([config_line(engine.config, model, tokenizer)])
+        emulate = read_settings(os.environ).emulate
+        _print_all([config_line(engine.config, model, tokenizer, emulate)])
         session = Session(engine, params, sys.stdout)
         num_refused = 0
         try:
@@ -249,7 +251,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--buffers", action="store_true", help="list every bound buffer")
     parser.add_argument("--out", metavar="DIR", help="write explain.json and explain.dot there")
-    add_flags(parser.add_argument_group("engine (EngineConfig)"), EngineConfig)
+    add_flags(parser.add_argument_group("options of Engine"), EngineConfig)
 
 
 def _add_inputs(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ import os
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
 from midstream.runtime.events import EventLog
-from midstream.runtime.explain import sentence
+from midstream.runtime.explain import NOT_YET, never_looked_up, sentence
 from midstream.runtime.intake import Prompt
 from midstream.runtime.interrupts import deferred_interrupt
 from midstream.runtime.metrics import prometheus_text
@@ -71,9 +72,10 @@ class Engine:
         Args:
             model: a causal language model of transformers, in eval mode, on one device.
             tokenizer: for prompts given as text and for `Output.text`; may be None.
-            options: fields of `EngineConfig`.
+            options: such as max_rows=64; `runtime/options.py` and docs/usage.md have them all.
         Raises:
             ConfigError: an option that can never work.
+            CapacityError: the machine has no room for an engine of these sizes.
             UnsupportedError: a model or a mode that is not supported.
         """
         settings = read_settings(os.environ)
@@ -86,7 +88,7 @@ class Engine:
         setattr(model, WAY_BACK, weakref.WeakMethod(self.close))
         self._name = f"Engine of {type(model).__name__} on {self._parts.lowered.device}"
         self._requests: dict[int, Request] = {}
-        self._lookups: OrderedDict[int, Lookup] = OrderedDict()
+        self._ended: OrderedDict[int, Lookup | str] = OrderedDict()  # or why there was no lookup
         self._flights: deque[InFlight] = deque()
         self._arrivals: deque[Arrival] = deque()  # committed, not yet looked at
         self._updates: list[Update] = []  # for `step()`
@@ -181,7 +183,7 @@ class Engine:
         return len(self._requests)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction, and the pages of both pools now; of a closed engine, its last."""
+        """Counters since construction, and the pages of both pools now; of a closed engine, as it ended."""
         if self._closed:
             return self._last_stats
         parts = self._parts
@@ -205,23 +207,36 @@ class Engine:
             },
         }
 
-    def explain(self, handle: Handle) -> str:
-        """Why a request reused what it reused.
+    def explain(self, request: Handle | Output | int) -> str:
+        """Why a request reused what it reused, in a sentence that ends with one of these reasons.
 
+        The words are those that `stats()["cache"]["reasons"]` counts by:
+            all: nothing to gain, it reused all that the grid of KV pages allows.
+            longest: it reused the longest beginning that was ever computed here.
+            unknown: nothing of its beginning is saved; the first prompt of its kind.
+            no state: attention could go further, but no recurrent state was ever saved there; the next
+                request with this beginning finds one.  `checkpoint_at` saves it from the start.
+            evicted: a state was saved further on, and had to make room; give more memory.
+            no attention: a state is saved further on, but the KV pages before it are gone.
+            off: the engine runs with cache_mode="none".
+        A request that ended before it was looked at says so.
+
+        Args:
+            request: what `add` returned, an `Output`, or its `request_id`; `num_cached_tokens` of an
+                output is the number alone.
         Raises:
             ContractError: the engine does not know the request.
         """
-        number = _id_of(handle)
-        request = self._requests.get(number)
-        lookup = request.lookup if request else self._lookups.get(number)
-        if request is None and lookup is None:
+        number = request.request_id if isinstance(request, Output) else as_int(request)
+        number = _id_of(request) if number is None else number
+        live = self._requests.get(number)
+        if live is None and number not in self._ended:
             raise ContractError(
-                f"Engine: request {number} is not known here; expected a handle of this engine, "
-                f"among the last {_REMEMBERED} that finished"
+                f"Engine: request {number} is not known here; expected one of this engine, among the last "
+                f"{_REMEMBERED} that finished; ask sooner"
             )
-        if lookup is None:
-            return "waiting: not looked up yet"
-        return sentence(lookup)
+        found = self._ended[number] if live is None else live.lookup or NOT_YET
+        return found if isinstance(found, str) else sentence(found)
 
     def metrics(self) -> str:
         """The counters of `stats` in the text format of Prometheus."""
@@ -266,8 +281,10 @@ class Engine:
         self._check_open()
         self._warm_up()
 
-    def debug(self, *, poison: bool = False, shadow_every: int = 0) -> None:
+    def debug(self, *, poison: bool | None = None, shadow_every: int | None = None) -> None:
         """Choose the checks that every following step runs under.  Off, they cost one comparison a step.
+
+        What is not named, or None, stays as it was.
 
         Args:
             poison: fill with NaN or nonsense what no step may read: free pages, null pages, stale entries of
@@ -278,15 +295,18 @@ class Engine:
             ConfigError: no truth value, or no number of steps.
         """
         self._check_open()
-        steps = as_int(shadow_every)
-        if not isinstance(poison, bool) or steps is None or steps < 0:
+        steps = None if shadow_every is None else as_int(shadow_every)
+        is_number = shadow_every is None or (steps is not None and steps >= 0)
+        if not isinstance(poison, bool | None) or not is_number:
             raise ConfigError(
                 f"Engine: debug(poison={poison!r}, shadow_every={shadow_every!r}); expected True or False, "
-                "and a whole number of steps; shadow_every=0 compares none"
+                "and a whole number of steps; shadow_every=0 compares none, None keeps what is set"
             )
         parts, runner = self._parts, self._parts.runner
-        runner.poison = poison
-        runner.shadow = Shadow(steps, runner.step, parts.pools, runner.queue) if steps else None
+        if poison is not None:
+            runner.poison = poison
+        if steps is not None:
+            runner.shadow = Shadow(steps, runner.step, parts.pools, runner.queue) if steps else None
 
     def check_books(self) -> None:
         """Raise ContractError unless every page is free, cached or owned, exactly once."""
@@ -294,20 +314,15 @@ class Engine:
         self._parts.ownership.index.check_books()
 
     def close(self) -> None:
-        """Drop graphs and pools and give the model back unchanged.  May be called again."""
+        """End unfinished requests, drop graphs and pools, give the model back.  May be called again."""
         if self._closed:
             return
-        self._last_stats = self.stats()
-        self._closed = True
-        try:
-            while self._flights:
-                self._parts.runner.wait(self._flights.popleft())
-        finally:
-            try:
-                self._parts.runner.release_graphs()
-            finally:
-                self._undo()
-                del self._parts
+        with ExitStack() as last_first:  # each of them is done, whatever the others raise
+            last_first.callback(self._let_go)
+            last_first.callback(self._parts.runner.release_graphs)
+            last_first.callback(self._end_all)
+            for flight in self._flights:
+                self._parts.runner.wait(flight)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -323,6 +338,7 @@ class Engine:
         )
 
     def __enter__(self) -> Engine:
+        self._check_open()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -443,11 +459,14 @@ class Engine:
         output = self._parts.intake.output(request, whole)
         self._counts["cached_tokens"] += output.num_cached_tokens
         del self._requests[request.request_id]
-        if request.lookup is not None:
-            self._lookups[request.request_id] = request.lookup
-            if len(self._lookups) > _REMEMBERED:
-                self._lookups.popitem(last=False)
+        self._remember(request)
         self._post(request, token_ids, text, output)
+
+    def _remember(self, request: Request) -> None:
+        """What `explain` says of a request that has ended."""
+        self._ended[request.request_id] = request.lookup or never_looked_up(request)
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
 
     def _post(
         self, request: Request, token_ids: tuple[int, ...], text: str | None, output: Output | None
@@ -508,6 +527,25 @@ class Engine:
                     self.abort(Handle(request_id))
                 del self._inboxes[request_id]
 
+    def _end_all(self) -> None:
+        """Close the books: no request is left, every page is free or cached."""
+        try:
+            while self._requests:
+                _, request = self._requests.popitem()
+                self._parts.scheduler.drop(request)
+                request.finish_reason = "abort"
+                self._remember(request)
+            while self._flights:
+                self._parts.ownership.give_back(self._flights.popleft().plan)
+        finally:
+            self._requests.clear()
+            self._last_stats = self.stats()
+            self._closed = True
+
+    def _let_go(self) -> None:
+        self._undo()
+        del self._parts
+
     def _warm_up(self) -> None:
         runner = self._parts.runner
         missing = [key for key in runner.graph_keys if key not in runner.graphs.captured]
@@ -519,10 +557,12 @@ class Engine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ContractError("Engine: the engine is closed; make a new one")
+            raise ContractError(
+                "Engine: the engine is closed; expected an open one; make a new one, or close it later"
+            )
 
 
-def _id_of(handle: Handle) -> int:
+def _id_of(handle: Any) -> int:
     if not isinstance(handle, Handle):
         raise ConfigError(
             f"Engine: {handle!r} is no handle; expected what `add` returned; keep it with the request"

@@ -8,7 +8,7 @@ from typing import Any
 
 from midstream.runtime.coordinator import Hit
 from midstream.runtime.prefix import PrefixIndex
-from midstream.runtime.request import Lookup
+from midstream.runtime.request import Lookup, Request
 
 REASONS = {
     "all": "all that the grid of KV pages allows",
@@ -19,6 +19,11 @@ REASONS = {
     "no attention": "a state is saved further on, but its KV pages are gone",
     "off": "cache_mode is 'none'",
 }
+
+NOT_YET = "waiting: not looked up yet"
+NOTHING_TO_REUSE = (
+    "nothing to reuse in a prompt of one token, because the last token is always computed"
+)
 
 
 def look_back(index: PrefixIndex, keys: list[int], hit: Hit, asked: int, is_on: bool) -> Lookup:
@@ -51,12 +56,21 @@ def sentence(lookup: Lookup) -> str:
     """One sentence on what a request reused, and what was lost for want of a state."""
     if lookup.reason == "off":
         return f"nothing reused: {REASONS['off']}"
+    if not lookup.asked:
+        return NOTHING_TO_REUSE
     lost = lookup.kv_match - lookup.reused
     text = (
         f"reused {lookup.reused} of {lookup.asked} tokens; attention matches {lookup.kv_match}, "
         f"the longest saved state is at {lookup.state_match}; {REASONS[lookup.reason]}"
     )
     return f"{text}; {lost} tokens lost for want of a state" if lost > 0 else text
+
+
+def never_looked_up(request: Request) -> str:
+    """What is said of a request that ended before it was admitted."""
+    if request.finish_reason == "abort":
+        return "aborted while waiting: it was not looked up"
+    return f"failed while waiting: it was not looked up; {request.error}"
 
 
 @dataclass(slots=True)

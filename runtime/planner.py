@@ -14,7 +14,9 @@ budget, and the rest is recurrent state, at most four checkpoints for each block
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from midstream.errors import ConfigError
@@ -176,6 +178,14 @@ def _refuse(
     config: EngineConfig, page_bytes: PageBytes, budget: int, num_state: int, num_kv: int
 ) -> None:
     fixed = [n for n in ("num_kv_pages", "num_state_pages") if getattr(config, n) is not None]
+    for name, size in (("num_kv_pages", page_bytes.kv), ("num_state_pages", page_bytes.state)):
+        pages = getattr(config, name) or 0
+        if pages * size > budget:
+            raise ConfigError(
+                f"Engine: {name}={pages} takes {pages * size:,} of memory={config.memory!r} ({budget:,} "
+                f"bytes); expected pages of both kinds within it; lower {name}, raise memory, or give both "
+                "numbers of pages"
+            )
     raise ConfigError(
         f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
         f"of {page_bytes.state:,} bytes and {max(num_kv, 0)} KV pages of "
@@ -184,28 +194,50 @@ def _refuse(
     )
 
 
-_UNITS = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+_UNITS = {"B": 1} | {
+    f"{prefix}{kind}B": base ** (power + 1)
+    for kind, base in (("I", 1024), ("", 1000))
+    for power, prefix in enumerate("KMGT")
+}
+_UNITS_WRITTEN = "B, KB, MB, GB, TB, KiB, MiB, GiB, TiB"
+_AMOUNT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)(%|[A-Z]*)")
 
 
 def parse_memory(memory: Any, free_bytes: int) -> int:
     """Bytes for a share of the free memory or an amount.
 
-    >>> parse_memory("50%", 1000), parse_memory("2KiB", 0), parse_memory(7, 0)
-    (500, 2048, 7)
+    >>> parse_memory("50%", 1000), parse_memory("1.5 KiB", 0), parse_memory(7, 0)
+    (500, 1536, 7)
+
+    Raises:
+        ConfigError: for what is neither, saying why.
     """
-    if type(memory) is int and memory > 0:
-        return memory
     text = str(memory).strip().upper().replace(" ", "")
-    try:
-        if text.endswith("%") and 0 < float(text[:-1]) <= 100:
-            return int(free_bytes * float(text[:-1]) / 100)
-        for unit, factor in _UNITS.items():
-            if text.endswith(unit) and float(text[: -len(unit)]) > 0:
-                return int(float(text[: -len(unit)]) * factor)
-        if text.isdecimal() and int(text) > 0:
-            return int(text)
-    except (ValueError, OverflowError):
-        pass
-    raise ConfigError(
-        f"Engine: memory={memory!r}; expected a share such as '80%' or an amount such as '8GiB'"
+    found = _AMOUNT.fullmatch(text) if type(memory) in (int, str) else None
+    if found is None:
+        raise _no_memory(memory, _why_no_amount(memory, text))
+    number, unit = Fraction(found[1]), found[2] or "B"
+    if unit == "%":
+        if not 0 < number <= 100:
+            raise _no_memory(memory, "a share is above 0% and at most 100%")
+        return int(free_bytes * number / 100)
+    if unit not in _UNITS:
+        raise _no_memory(memory, f"{found[2]} is no unit, known are {_UNITS_WRITTEN} and %")
+    if number * _UNITS[unit] < 1:
+        raise _no_memory(memory, "an amount is one byte at least")
+    return int(number * _UNITS[unit])
+
+
+def _why_no_amount(memory: Any, text: str) -> str:
+    if type(memory) is float and 0 < memory <= 1:
+        return f"write a share as '{100 * memory:g}%'"
+    if text.startswith("-"):
+        return "neither may be negative"
+    return f"write a number and one of {_UNITS_WRITTEN} and %"
+
+
+def _no_memory(memory: Any, why: str) -> ConfigError:
+    return ConfigError(
+        f"Engine: memory={memory!r}; expected a share of the free memory such as '80%', or an amount such as "
+        f"'8GiB' or a whole number of bytes; {why}"
     )

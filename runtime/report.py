@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from midstream.graphs.emulated_queue import Pace
 from midstream.runtime.config import ResolvedConfig
-from midstream.runtime.explain import REASONS
+from midstream.runtime.explain import NOTHING_TO_REUSE, REASONS
 from midstream.runtime.request import Output
 from midstream.runtime.text import ByteTokenizer
 
 
-def config_line(config: ResolvedConfig, model: Any, tokenizer: Any | None) -> str:
-    """All that the engine runs with, in one line."""
+def config_line(
+    config: ResolvedConfig, model: Any, tokenizer: Any | None, emulate: Pace | None = None
+) -> str:
+    """All that the engine runs with, in one line.  `emulate`: as in `settings.Settings`."""
     values: dict[str, Any] = {
         "model": type(model).__name__,
         "dtype": model.dtype,
@@ -23,7 +26,7 @@ def config_line(config: ResolvedConfig, model: Any, tokenizer: Any | None) -> st
         "tokenizer": _tokenizer_name(tokenizer),
     }
     values |= {field.name: getattr(config, field.name) for field in fields(config)}
-    values["graphs"] = _graphs(config, model.device)
+    values["graphs"] = _graphs(config, model.device, emulate)
     values["hash_key"] = "random" if config.hash_key is None else "given"  # it is a secret
     return "config: " + " ".join(
         f"{name}={str(value).removeprefix('torch.')}" for name, value in values.items()
@@ -54,6 +57,8 @@ def summary_lines(
 def cache_line(stats: dict[str, Any]) -> str:
     """What prompts found in the cache, and why they found no more."""
     cache = stats["cache"]
+    if cache["reasons"] and not cache["asked"]:
+        return f"cache: {NOTHING_TO_REUSE}"
     reasons = "; ".join(
         f"{REASONS[why]} ({n} request{'s' * (n > 1)})" for why, n in cache["reasons"].items()
     )
@@ -84,11 +89,11 @@ def _tokenizer_name(tokenizer: Any | None) -> str:
     return "bytes" if isinstance(tokenizer, ByteTokenizer) else type(tokenizer).__name__
 
 
-def _graphs(config: ResolvedConfig, device: torch.device) -> str:
+def _graphs(config: ResolvedConfig, device: torch.device, emulate: Pace | None) -> str:
     """Which steps are captured, or why none is."""
     if not config.graph_rows:
         return "none (off)"
-    if device.type != "cuda":
+    if device.type != "cuda" and emulate is None:
         return "none (no CUDA)"
     in_pieces = " in pieces" if config.graphs.decode[0].in_pieces else ""
     text = f"rows {config.graph_rows[0]}-{config.graph_rows[-1]}{in_pieces}"
@@ -98,7 +103,11 @@ def _graphs(config: ResolvedConfig, device: torch.device) -> str:
         text += f", prompts to {whole[-1]}"
     if pieces:
         text += f", prompts to {pieces[-1]} in pieces"
-    return text
+    return text if emulate is None else f"{text} (emulated on the CPU, work done {_when(emulate)})"
+
+
+def _when(pace: Pace) -> str:
+    return f"at times of seed {pace}" if isinstance(pace, int) else pace
 
 
 def _first_token_ms(outputs: Sequence[Output]) -> str:

@@ -73,7 +73,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         self._check_stop_token_ids()
         self._check_stop()
         if not isinstance(self.ignore_eos, bool):
-            self._refuse("ignore_eos", "True or False", "pass a bool")
+            self._refuse_type("ignore_eos", "True or False", "pass a bool")
         if self.logprobs is not None:
             self._check_int("logprobs", 0, MAX_LOGPROBS, "ask for fewer, or pass None for none")
 
@@ -114,7 +114,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         if isinstance(self.stop_token_ids, str | bytes) or not isinstance(
             self.stop_token_ids, Iterable
         ):
-            self._refuse("stop_token_ids", what, fix)
+            self._refuse_type("stop_token_ids", what, fix)
         given = tuple(self.stop_token_ids)
         ids = [as_int(entry) for entry in given]
         if len(set(ids)) > MAX_STOP_IDS or any(i is None or not 0 <= i <= _MAX_INT32 for i in ids):
@@ -127,7 +127,7 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if isinstance(self.stop, bytes) or not isinstance(self.stop, Iterable):
-            self._refuse("stop", what, fix)
+            self._refuse_type("stop", what, fix)
         texts = tuple(self.stop)
         if not all(isinstance(text, str) and text for text in texts):
             self._refuse("stop", what, fix)
@@ -135,20 +135,38 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
 
     def _check_int(self, name: str, low: int, high: int, fix: str) -> None:
         value = as_int(getattr(self, name))
-        if value is None or not low <= value <= high:
-            self._refuse(name, f"an integer from {low} to {high}", fix)
+        expected = f"an integer from {low} to {high}"
+        if value is None:
+            self._refuse_type(name, expected, fix)
+        if not low <= value <= high:
+            self._refuse(name, expected, fix)
         object.__setattr__(self, name, value)
 
     def _check_real(self, name: str, low: float, high: float, what: str, fix: str) -> None:
         value = _as_float(getattr(self, name))
+        if value is None:
+            self._refuse_type(name, what, fix)
         if not low <= value <= high:  # false for NaN
             self._refuse(name, what, fix)
         object.__setattr__(self, name, value)
 
-    def _refuse(self, name: str, expected: str, fix: str) -> NoReturn:
+    def _refuse(self, name: str, expected: str, fix: str, of_type: str = "") -> NoReturn:
         raise ConfigError(
-            f"SamplingParams: {name} is {getattr(self, name)!r}; expected {expected}; {fix}"
+            f"SamplingParams: {name} is {getattr(self, name)!r}{of_type}; expected {expected}; {fix}"
         )
+
+    def _refuse_type(self, name: str, expected: str, fix: str) -> NoReturn:
+        """For values whose type is the fault, which their text may hide."""
+        value = getattr(self, name)
+        if value is None:
+            fix = "leave it out for the default"
+        elif isinstance(value, str) and value.strip().lstrip("+-").replace(".", "", 1).isdecimal():
+            number = value.strip()
+            is_list = name == "stop_token_ids"
+            fix = f"write {name}={f'[{number}]' if is_list else number}, without quotes"
+        elif isinstance(value, float) and value.is_integer():
+            fix = f"write {name}={int(value)}"
+        self._refuse(name, expected, fix, f" of type {type(value).__name__}")
 
 
 def as_int(value: object) -> int | None:
@@ -159,8 +177,12 @@ def as_int(value: object) -> int | None:
     return operator.index(value)
 
 
-def _as_float(value: object) -> float:
-    """Real numbers; NaN for all else, so that every comparison fails."""
-    if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
-        return math.nan
-    return float(value)
+def _as_float(value: object) -> float | None:
+    """Real numbers; None for all else, arrays, True and False included."""
+    is_array = getattr(value, "ndim", 0) > 0
+    if isinstance(value, bool | str | bytes) or is_array or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import midstream
 from midstream.runtime.flags import default_text
-from midstream.runtime.options import meaning_of
+from midstream.runtime.options import EngineConfig, meaning_of
+from midstream.runtime.sampling import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -58,7 +58,7 @@ def test_the_examples_of_the_usage_page_run():
     assert {"True length", "False abort"} <= set(lines)
 
 
-@pytest.mark.parametrize("config", [midstream.EngineConfig, midstream.SamplingParams])
+@pytest.mark.parametrize("config", [EngineConfig, SamplingParams])
 def test_the_usage_page_lists_every_option_as_help_does(config):
     page = read("docs/usage.md")
     rows = [f"| `{f.name}` | {default_text(f)} | {meaning_of(f)} |" for f in fields(config)]

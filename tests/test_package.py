@@ -53,6 +53,24 @@ def test_import_starts_no_cuda_context_and_loads_no_transformers(tmp_path):
 
 
 @pytest.mark.parametrize("name", PACKAGES)
+def test_a_package_is_an_attribute_that_is_imported_on_first_use(name, tmp_path):
+    done = run_python(
+        "import sys, midstream\n"
+        f"assert 'midstream.{name}' not in sys.modules and 'torch' not in sys.modules\n"
+        f"assert {name!r} in dir(midstream)\n"
+        f"assert midstream.{name}.__name__ == 'midstream.{name}'",
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_package_lacks_is_no_attribute():
+    for name in ("EngineConfig", "nothing", "tests"):
+        with pytest.raises(AttributeError, match=f"module 'midstream' has no attribute '{name}'"):
+            getattr(midstream, name)
+
+
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_folder_is_importable_under_its_package_name_only(name):
     done = run_python(f"import {name}")
     assert done.returncode == 1

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     )
     from midstream.runtime.engine import Engine, Handle, Update
     from midstream.runtime.loading import load_model
-    from midstream.runtime.options import EngineConfig
     from midstream.runtime.request import Output
     from midstream.runtime.sampling import SamplingParams
 
@@ -27,7 +26,6 @@ __all__ = [
     "ConfigError",
     "ContractError",
     "Engine",
-    "EngineConfig",
     "Handle",
     "load_model",
     "lower",
@@ -45,7 +43,6 @@ _HOME = {
     "compile": "midstream.compiler.compiled",
     "CompiledModel": "midstream.compiler.compiled",
     "Engine": "midstream.runtime.engine",
-    "EngineConfig": "midstream.runtime.options",
     "Handle": "midstream.runtime.engine",
     "load_model": "midstream.runtime.loading",
     "lower": "midstream.compiler.lowering",
@@ -56,7 +53,12 @@ _HOME = {
 }
 
 
+_PACKAGES = ("compiler", "graphs", "ops", "runtime")  # imported on first use as well
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"midstream.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'midstream' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
@@ -64,4 +66,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return [*__all__, *_PACKAGES]

@@ -4,6 +4,7 @@ from backend_rig import EMULATED, drawn
 
 from midstream.compiler.backend_explain import explain_backend
 from midstream.compiler.backend_options import BackendOptions
+from midstream.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +64,16 @@ def test_a_report_says_why_nothing_is_recorded(monkeypatch):
     report = _explain(emulate=False)
     assert all("no GPU" in graph.reasons[0] for graph in report.graphs)
     assert "skipping cudagraphs due to no GPU" in str(report)
+
+
+def test_options_may_be_all_that_torch_compile_takes():
+    model, options = _Broken(), BackendOptions(**EMULATED)
+    for given in (options, dict(EMULATED), {**EMULATED, "mode": "reduce-overhead"}):
+        with torch.inference_mode():
+            report = explain_backend(model, drawn(4), torch.zeros(4), options=given)
+        assert [graph.num_recordings for graph in report.graphs] == [1, 1]
+        torch._dynamo.reset()
+    with pytest.raises(ConfigError, match=r"'iner' is not an option, .* did you mean 'inner'"):
+        explain_backend(model, drawn(4), torch.zeros(4), options={"iner": "eager"})
+    with pytest.raises(ConfigError, match="expected a dict or BackendOptions"):
+        explain_backend(model, drawn(4), torch.zeros(4), options="eager")

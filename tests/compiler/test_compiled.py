@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -305,6 +306,8 @@ def test_undo_gives_the_model_back_as_it_was(capturer: EmulatedCapture | None) -
     assert torch.equal(model.generate(ids, **GREEDY), want)
     with pytest.raises(ContractError, match=r"used after undo\(\)"):
         compiled.generate(ids, **GREEDY)
+    with pytest.raises(ContractError, match=r"used after undo\(\)"), compiled:
+        pass
     if capturer is not None:
         assert capturer.memory_bytes == 0
 
@@ -359,13 +362,31 @@ def test_what_generate_cannot_do_is_refused_before_anything_runs() -> None:
             compiled.generate(
                 ids, output_hidden_states=True, return_dict_in_generate=True, **GREEDY
             )
-        with pytest.raises(UnsupportedError, match="cache_implementation='offloaded'"):
-            compiled.generate(ids, cache_implementation="offloaded", **GREEDY)
+        for name in ("offloaded", "static"):
+            with pytest.raises(UnsupportedError, match=f"cache_implementation='{name}'"):
+                compiled.generate(ids, cache_implementation=name, **GREEDY)
         with pytest.raises((UnsupportedError, ValueError), match="assisted"):
             compiled.generate(ids, prompt_lookup_num_tokens=3, **GREEDY)
         with pytest.raises(CapacityError, match=r"may reach 104 tokens, compiled for max_len=64"):
             compiled.generate(ids, max_new_tokens=100, do_sample=False)
         assert not compiled.stats()["steps"]
+
+
+@pytest.mark.parametrize("wrong", [VOCAB, -1, 10**12])
+def test_token_ids_that_the_model_lacks_are_refused_and_hurt_nobody(wrong: int) -> None:
+    ids = prompt(5)[None]
+    bad = ids.clone()
+    bad[0, 2] = wrong
+    with make() as compiled:
+        for call in (compiled, compiled.generate, compiled.model.generate):
+            with pytest.raises(ConfigError, match=f"token ids from .* expected 0 to {VOCAB - 1};"):
+                call(bad)
+        assert compiled.stats()["free_rows"] == 3
+        output = compiled.generate(ids, **GREEDY)
+        padded, mask = left_padded([prompt(3), prompt(9)])
+        padded[~mask.bool()] = -100  # padding is not looked up
+        compiled(padded, attention_mask=mask)
+    assert torch.equal(output[0], greedy(build("bamba"), ids[0], _NEW))
 
 
 def test_caches_of_others_are_refused() -> None:
@@ -419,6 +440,9 @@ def test_options_that_cannot_work_are_refused_before_the_model_is_touched() -> N
         "kv_block='16'": {"kv_block": "16"},
         "graphs='full'; expected True or False": {"graphs": "full"},
         "exceeds the": {"max_len": 10**9},
+        "max_batch=100000000000000000000; expected at most": {"max_batch": 10**20},
+        "unknown option 'max_batchs'; did you mean 'max_batch'": {"max_batchs": 2},
+        "unknown option 'tokens'; known: max_batch, max_len, ": {"tokens": 2},
     }
     for message, options in refused.items():
         with pytest.raises(ConfigError, match=message):
@@ -454,3 +478,20 @@ def test_a_model_is_compiled_once_at_a_time() -> None:
     ):
         midstream.compile(model)
     midstream.compile(model, max_len=64).undo()
+
+
+def test_a_model_stays_compiled_where_the_handle_is_dropped_and_takes_its_memory_along() -> None:
+    model, ids = build("bamba"), prompt(9)[None]
+    before = {path: dict(vars(module)) for path, module in model.named_modules()}
+    pools = weakref.ref(midstream.compile(model, max_len=64)._memory)
+    gc.collect()
+    assert "CompiledModel" in repr(model.forward.__closure__[0].cell_contents)
+    assert torch.equal(model.generate(ids, **GREEDY)[0], greedy(build("bamba"), ids[0], _NEW))
+    midstream.restore(model)
+    assert {path: dict(vars(module)) for path, module in model.named_modules()} == before
+    gc.collect()
+    assert pools() is None
+    pools = weakref.ref(midstream.compile(model, max_len=64)._memory)
+    del model
+    gc.collect()
+    assert pools() is None

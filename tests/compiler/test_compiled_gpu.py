@@ -9,6 +9,7 @@ from tiny_models import FAMILIES, build, prompt
 from torch import Tensor
 
 import midstream
+from midstream.errors import ConfigError, ContractError
 
 pytestmark = pytest.mark.gpu
 
@@ -128,3 +129,32 @@ def test_o5_a_model_on_the_second_gpu_generates_whichever_is_current(graphs: boo
             output = compiled.generate(ids[None], max_new_tokens=_NEW, do_sample=False)
             assert torch.cuda.current_device() == current
         assert torch.equal(output[0], want)
+
+
+def test_remembering_the_tokens_of_a_cache_makes_no_decode_step_wait() -> None:
+    tokens = prompt(10, seed=9)[:, None, None].cuda()
+    with midstream.compile(build("bamba").cuda(), **OPTIONS) as compiled:
+        cache = compiled.new_cache()
+        compiled(prompt(12)[None].cuda(), past_key_values=cache)
+        for token in tokens[:2]:  # captures
+            compiled(token, past_key_values=cache)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for token in tokens[2:]:
+                compiled(token, past_key_values=cache)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        whole = torch.cat([prompt(12).cuda(), tokens.flatten(), tokens[0, 0]])[None]
+        cache.check_beginning(whole)
+        whole[0, 15] += 1
+        with pytest.raises(ContractError, match=r"in row 0 the turns before differ .* token 15 is"):
+            cache.check_beginning(whole)
+
+
+def test_a_token_id_out_of_range_is_refused_before_it_stops_the_device() -> None:
+    ids = prompt(9)[None].cuda()
+    with midstream.compile(build("bamba").cuda(), **OPTIONS) as compiled:
+        want = compiled(ids).logits
+        with pytest.raises(ConfigError, match=r"token ids from .* to 128; expected 0 to 127"):
+            compiled(torch.where(ids == ids[0, 3], 128, ids))
+        assert torch.equal(compiled(ids).logits, want)

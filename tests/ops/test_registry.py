@@ -1,5 +1,9 @@
 """registry and testing: what a declaration may not be, and that a wrong op is caught."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -219,6 +223,77 @@ def test_a_name_that_the_schema_lacks_and_an_op_without_cases_are_refused():
         describe_op(spec.overload, cases=CASES, results=("outt",), **same)
     with pytest.raises(ContractError, match="0 cases"):
         describe_op(spec.overload, cases=(), **same)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"results": ("outt",)}, r"results name \['outt'\]"),
+        ({"cases": ()}, "0 cases"),
+        ({"arenas": ("pool",)}, r"results name \['pool'\]"),
+        ({"tolerence": EXACT}, r"declares \['tolerence'\] that is unknown and lacks nothing"),
+        ({"cuda": None}, "has cuda=None, expected a function"),
+        ({"fake": 3}, "has fake=3, expected a function"),
+        ({"traffic": ...}, r"lacks \['traffic'\]"),
+    ],
+)
+@pytest.mark.parametrize("namespace", ["", "midstream_refused::"])
+def test_an_op_that_is_refused_is_not_registered_and_may_be_defined_right(
+    namespace, wrong, message
+):
+    name = f"test_refused_{''.join(filter(str.isalpha, message))}"
+    schema = f"{namespace}{name}(Tensor(a!) out, Tensor x) -> ()"
+    right = {"cuda": _double, "cpu": _double, "cases": CASES, "tolerance": ROUNDED}
+    right["traffic"] = lambda args: (0, 0)
+    given = {key: value for key, value in (right | wrong).items() if value is not ...}
+    with pytest.raises(ContractError, match=message):
+        define_op(schema, **given)
+    home = getattr(torch.ops, namespace.rstrip(":") or "midstream")
+    assert not hasattr(home, name)
+    assert name not in OPS
+    spec = define_op(schema, **right)
+    check_registration(spec, CASES[0])
+
+
+def test_a_schema_that_torch_cannot_read_registers_nothing():
+    with pytest.raises(RuntimeError):
+        _define("", schema="test_garbled(Tensor(a!) out Tensor x) -> ()")
+    assert not hasattr(torch.ops.midstream, "test_garbled")
+
+
+def test_without_a_gpu_and_an_interpreter_the_suite_says_what_to_do():
+    def launch(out, x):
+        raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    spec = _define("test_no_driver", cuda=launch)
+    checks = {check.name: check for check in op_suite(spec, CPU) if check.dtype == torch.float32}
+    checks["reference"].run()
+    checks["registration"].run()
+    with pytest.raises(ContractError, match="set TRITON_INTERPRET=1 before any kernel is defined"):
+        checks["kernel"].run()
+
+
+def test_triton_says_that_it_has_no_driver_in_the_words_that_the_suite_knows(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    (tmp_path / "kernel.py").write_text(
+        "import os\n"
+        "os.environ.pop('TRITON_INTERPRET', None)\n"
+        "import torch, triton\n"
+        "from midstream.errors import ContractError\n"
+        "from midstream.ops.scatter_slots import scatter_slots\n"
+        "from midstream.ops.testing import op_suite\n"
+        "check = next(c for c in op_suite(scatter_slots) if c.name == 'kernel')\n"
+        "try:\n"
+        "    check.run()\n"
+        "except ContractError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, tmp_path / "kernel.py"], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert done.stdout.startswith("op_suite: the kernels of scatter_slots cannot run"), done.stderr
 
 
 def test_a_kernel_that_disturbs_the_pages_of_others_within_the_tolerance_is_caught():

@@ -124,11 +124,22 @@ def test_a_file_that_transformers_wrote_is_read_as_it_is(tmp_path):
     assert model.config.time_step_limit[1] == float("inf")
 
 
-def test_a_misspelt_size_is_named_and_a_name_of_older_releases_is_not(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("name", "meant"), [("hiden_size", "hidden_size"), ("num_hidden_layer", "num_hidden_layers")]
+)
+def test_a_misspelt_size_is_refused_with_the_one_that_is_meant(tmp_path, capsys, name, meant):
     path = tmp_path / "sizes.json"
-    path.write_text(json.dumps(SIZES | {"hiden_size": 64, "torch_dtype": "bfloat16"}))
+    path.write_text(json.dumps(SIZES | {name: 64}))
+    assert bench(path) == 2
+    assert f"bench: BambaConfig has no {name!r}; expected names" in (err := capsys.readouterr().err)
+    assert f"did you mean {meant!r}?" in err
+
+
+def test_a_name_like_no_other_is_reported_and_one_of_older_releases_is_not(tmp_path, caplog):
+    path = tmp_path / "sizes.json"
+    path.write_text(json.dumps(SIZES | {"flavour": 3, "torch_dtype": "bfloat16"}))
     bench_graphs.load(str(path), "float32", "cpu")
-    assert "BambaConfig has no 'hiden_size': left out; did you mean 'hidden_size'?" in caplog.text
+    assert "BambaConfig does not know 'flavour': it may change nothing" in caplog.text
     assert "torch_dtype" not in caplog.text
 
 

@@ -72,6 +72,28 @@ def test_configuration_comes_first_and_numbers_last_on_stderr(bytes_model, capsy
     assert lines[-1].startswith("device cpu; 0 graph replays; fallbacks: ")
 
 
+def test_an_emulated_device_and_a_prompt_of_one_token_are_told_as_they_are(
+    ids_model, capsys, monkeypatch
+):
+    monkeypatch.setenv("MIDSTREAM_EMULATE", "late")
+    assert generate(ids_model, "--token-ids", "5") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert " graphs=rows 1-2" in lines[0]
+    assert "(emulated on the CPU, work done late)" in lines[0]
+    assert lines[-2].startswith("cache: nothing to reuse in a prompt of one token")
+    replays = int(lines[-1].partition("; ")[2].split()[0])
+    assert replays > 0
+
+
+@pytest.mark.parametrize("flag", ["--max-rows", "--max-step-tokens", "--num-kv-pages"])
+def test_a_size_that_no_machine_holds_exits_with_2_and_one_message(ids_model, capsys, flag):
+    assert generate(ids_model, "--token-ids", "5", flag, "1000000000") == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("midstream: Engine: ")
+    assert "; expected " in error
+    assert "; lower " in error
+
+
 def test_token_ids_are_answered_with_token_ids(ids_model, capsys):
     assert generate(ids_model, "--token-ids", "5,6,7") == 0
     assert len([int(word) for word in capsys.readouterr().out.split()]) == 6

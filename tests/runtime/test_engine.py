@@ -10,6 +10,7 @@ from oracles import Oracle, five_prompts, guarded_engine, serve
 from tiny_models import VOCAB, build
 
 import midstream
+from midstream.runtime.explain import REASONS
 from midstream.runtime.text import ByteTokenizer
 
 OPTIONS = {
@@ -361,7 +362,7 @@ def test_a_bad_prompt_is_refused_and_the_others_go_on(
         ({"cache_mode": "algin"}, midstream.ConfigError, "cache_mode='algin'; expected one of"),
         ({"state_block": 24, "kv_block": 16}, midstream.ConfigError, "not a multiple"),
         ({"max_row": 3}, midstream.ConfigError, "did you mean 'max_rows'"),
-        ({"memory": "lots"}, midstream.ConfigError, "share such as"),
+        ({"memory": "lots"}, midstream.ConfigError, "share of the free memory such as"),
         ({"memory": "1KiB"}, midstream.ConfigError, "holds"),
         ({"max_rows": 0}, midstream.ConfigError, "max_rows=0"),
         ({"hash_key": "12"}, midstream.ConfigError, "32 hexadecimal"),
@@ -451,7 +452,14 @@ def test_what_is_no_tokenizer_is_refused_and_the_model_is_untouched(
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"poison": "yes"}, {"shadow_every": None}, {"shadow_every": 1.5}]
+    "wrong",
+    [
+        {"poison": "yes"},
+        {"poison": 1},
+        {"shadow_every": True},
+        {"shadow_every": -1},
+        {"shadow_every": 1.5},
+    ],
 )
 def test_odd_switches_of_debug_are_refused(model: Any, wrong: dict[str, Any]) -> None:
     with (
@@ -459,6 +467,110 @@ def test_odd_switches_of_debug_are_refused(model: Any, wrong: dict[str, Any]) ->
         pytest.raises(midstream.ConfigError, match="expected True or False, and a whole number"),
     ):
         engine.debug(**wrong)
+
+
+def test_a_switch_of_debug_that_is_not_named_stays_as_it_was(model: Any) -> None:
+    def switches() -> tuple[bool, int]:
+        shadow = engine._parts.runner.shadow
+        return engine._parts.runner.poison, 0 if shadow is None else shadow.every
+
+    with midstream.Engine(model, **OPTIONS) as engine:
+        assert switches() == (False, 0)
+        engine.debug(poison=True)
+        engine.debug(shadow_every=8)
+        assert switches() == (True, 8)
+        compared = engine._parts.runner.shadow
+        engine.debug()
+        engine.debug(poison=None, shadow_every=None)
+        assert switches() == (True, 8)
+        engine.debug(poison=False)
+        assert switches() == (False, 8)
+        assert engine._parts.runner.shadow is compared  # it counts on
+        engine.debug(shadow_every=0)
+        assert switches() == (False, 0)
+
+
+def test_close_ends_what_is_unfinished_and_leaves_no_request_and_no_owned_page(model: Any) -> None:
+    params = midstream.SamplingParams(max_tokens=50, **GREEDY)
+    engine = midstream.Engine(model, **OPTIONS)
+    running = engine.add(draw(20, 1), params)
+    stream = engine.stream([draw(30, 2)], params)
+    next(stream)
+    waiting = engine.add(draw(9, 3), params)
+    assert engine.num_unfinished == 3
+    ownership = engine._parts.ownership
+    engine.close()
+    stats = engine.stats()
+    assert (engine.num_unfinished, stats["running"], stats["waiting"]) == (0, 0, 0)
+    for pool in stats["pages"].values():
+        assert pool["owned"] == 0
+    ownership.index.check_books()
+    assert "reused 0 of 19 tokens" in engine.explain(running)
+    assert engine.explain(waiting) == "aborted while waiting: it was not looked up"
+    with pytest.raises(midstream.ContractError, match="engine is closed"):
+        next(stream)
+
+
+def test_a_device_that_is_lost_while_closing_still_gives_the_model_back(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(vars(model))
+    engine = midstream.Engine(model, **OPTIONS)
+    engine.add(draw(20, 1))
+    engine.step()
+
+    def lost(*args: Any) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(engine._parts.runner, "wait", lost)
+    with pytest.raises(RuntimeError, match="device lost"):
+        engine.close()
+    assert dict(vars(model)) == before
+    assert (engine.num_unfinished, engine.stats()["running"]) == (0, 0)
+    engine.close()
+
+
+def test_a_closed_engine_is_not_entered(model: Any) -> None:
+    engine = midstream.Engine(model, **OPTIONS)
+    engine.close()
+    with pytest.raises(midstream.ContractError) as refused, engine:
+        pass
+    assert str(refused.value) == (
+        "Engine: the engine is closed; expected an open one; make a new one, or close it later"
+    )
+
+
+def test_a_request_that_ended_before_it_was_looked_up_is_explained(model: Any) -> None:
+    with midstream.Engine(model, **OPTIONS) as engine:
+        handle = engine.add(draw(9, 1))
+        assert engine.explain(handle) == "waiting: not looked up yet"
+        engine.abort(handle)
+        assert engine.explain(handle) == "aborted while waiting: it was not looked up"
+        run(engine)
+    options = OPTIONS | {"num_kv_pages": 4, "num_state_pages": 4}
+    with midstream.Engine(model, **options) as engine:
+        handle = engine.add(draw(8, 1))
+        engine._fail([engine._requests[0]], "no room")
+        assert engine.explain(handle) == "failed while waiting: it was not looked up; no room"
+
+
+def test_a_request_is_explained_by_handle_output_or_number_and_every_reason_has_its_meaning(
+    model: Any,
+) -> None:
+    with midstream.Engine(model, **OPTIONS) as engine:
+        params = midstream.SamplingParams(max_tokens=2, **GREEDY)
+        (out,) = engine.generate([draw(20, 1)], params)
+        told = engine.explain(midstream.Handle(out.request_id))
+        assert told == engine.explain(out) == engine.explain(out.request_id)
+        assert REASONS["unknown"] in told
+        for wrong in ("0", None, True, 1.0):
+            with pytest.raises(midstream.ConfigError, match="is no handle; expected what `add`"):
+                engine.explain(wrong)  # type: ignore[arg-type]
+        with pytest.raises(midstream.ContractError, match="request 7 is not known here"):
+            engine.explain(7)
+    meanings = midstream.Engine.explain.__doc__ or ""
+    for reason in REASONS:
+        assert f"\n            {reason}: " in meanings
 
 
 def test_stats_and_config_can_be_read_after_close(model: Any) -> None:

@@ -68,8 +68,17 @@ def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
         ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"
     ):
         plan_pages(EngineConfig(memory="4MiB"), LIMITS, 0)
-    with pytest.raises(ConfigError, match=r"holds 40 state pages.*and 0 KV pages"):
-        plan_pages(EngineConfig(memory="4MiB", num_state_pages=40), LIMITS, 0)
+    with pytest.raises(ConfigError, match=r"holds 1 state pages.*and 1 KV pages.*or change num_kv"):
+        plan_pages(EngineConfig(memory="4MiB", num_kv_pages=1), LIMITS, 0)
+
+
+def test_pages_that_are_more_than_the_memory_for_both_kinds_are_refused_by_name() -> None:
+    for name, need in (("num_state_pages", 40 * 3 * MIB), ("num_kv_pages", 40 * MIB)):
+        with pytest.raises(
+            ConfigError,
+            match=rf"{name}=40 takes {need:,} of memory='4MiB' \(4,194,304 bytes\); exp",
+        ):
+            plan_pages(EngineConfig(memory="4MiB", **{name: 40}), LIMITS, 0)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,9 @@ def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
         ("3GiB", 3 * 2**30),
         ("3GB", 3 * 10**9),
         ("9B", 9),
+        ("100TiB", 100 * 2**40),
+        ("1.5GB", 1_500_000_000),
+        ("2TB", 2 * 10**12),
     ],
 )
 def test_memory_is_a_share_or_an_amount(memory: str | int, num_bytes: int) -> None:
@@ -92,32 +104,38 @@ def test_memory_is_a_share_or_an_amount(memory: str | int, num_bytes: int) -> No
 
 
 @pytest.mark.parametrize(
-    "memory",
+    ("memory", "why"),
     [
-        "0%",
-        "101%",
-        "-5%",
-        "nan%",
-        "",
-        "lots",
-        "8 gigs",
-        "infB",
-        "nanB",
-        "-5GiB",
-        "0MB",
-        "0",
-        -1,
-        0,
-        0.8,
-        True,
-        None,
+        ("0%", "a share is above 0% and at most 100%"),
+        ("101%", "a share is above 0% and at most 100%"),
+        ("-5%", "neither may be negative"),
+        ("nan%", "write a number and one of"),
+        ("", "write a number and one of"),
+        ("lots", "write a number and one of B, KB, MB, GB, TB, KiB, MiB, GiB, TiB and %"),
+        ("8 gigs", "GIGS is no unit, known are B, KB,"),
+        ("8PiB", "PIB is no unit, known are B, KB,"),
+        ("infB", "write a number and one of"),
+        ("1e400GB", "write a number and one of"),
+        ("9" * 400, "write a number and one of"),
+        ("-5GiB", "neither may be negative"),
+        ("0MB", "an amount is one byte at least"),
+        ("0.4", "an amount is one byte at least"),
+        ("0", "an amount is one byte at least"),
+        (-1, "neither may be negative"),
+        (0, "an amount is one byte at least"),
+        (0.8, "write a share as '80%'"),
+        (True, "write a number and one of"),
+        (None, "write a number and one of"),
     ],
 )
-def test_memory_that_is_neither_is_refused(memory: Any) -> None:
-    with pytest.raises(
-        ConfigError, match="expected a share such as '80%' or an amount such as '8GiB'"
-    ):
+def test_memory_that_is_neither_is_refused_with_the_reason(memory: Any, why: str) -> None:
+    with pytest.raises(ConfigError) as refused:
         parse_memory(memory, 1000)
+    assert str(refused.value) == (
+        f"Engine: memory={memory!r}; expected a share of the free memory such as '80%', or an amount "
+        f"such as '8GiB' or a whole number of bytes; {refused.value.args[0].rpartition('; ')[2]}"
+    )
+    assert why in str(refused.value)
 
 
 def test_a_mix_is_planned_exactly_and_equals_a_count_by_hand() -> None:  # L3

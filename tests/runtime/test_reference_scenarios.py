@@ -361,7 +361,7 @@ def test_b19_a_preempted_request_computes_one_token_again() -> None:
 
 def test_c1_block_sizes_that_do_not_divide_are_refused_and_the_grid_is_that_of_kv() -> None:
     check_options(EngineConfig(kv_block=16, state_block=64))
-    for kv_block, state_block in ((48, 64), (24, 64)):
+    for kv_block, state_block in ((32, 48), (64, 32)):
         with pytest.raises(ConfigError, match="not a multiple"):
             check_options(EngineConfig(kv_block=kv_block, state_block=state_block))
     with pytest.raises(ConfigError, match="multiples of it"):

@@ -6,8 +6,9 @@ import torch
 
 from midstream.graphs.table import GraphKey
 from midstream.runtime.config import EngineConfig, ModelLimits, ResolvedConfig, resolve
+from midstream.runtime.explain import sentence
 from midstream.runtime.report import config_line, logprob_lines, summary_lines
-from midstream.runtime.request import Output, Timing, TokenLogprobs
+from midstream.runtime.request import Lookup, Output, Timing, TokenLogprobs
 from midstream.runtime.text import ByteTokenizer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -44,11 +45,12 @@ def line(config: ResolvedConfig, device: torch.device = CPU, tokenizer: object =
 @pytest.mark.parametrize(
     ("options", "device", "graphs"),
     [
-        ({}, GPU, "graphs=rows 1-256, prompts to 512 "),
+        ({}, GPU, "graphs=rows 1-256, prompts to 8192 "),
+        ({"graph_tokens": 700}, GPU, "graphs=rows 1-256, prompts to 512 "),
         ({"max_rows": 6, "max_step_tokens": 16}, GPU, "graphs=rows 1-6 "),
         ({}, CPU, "graphs=none (no CUDA) "),
         ({"graphs": "off"}, GPU, "graphs=none (off) "),
-        ({"graphs": "piecewise"}, GPU, "graphs=rows 1-256 in pieces, prompts to 2048 in pieces "),
+        ({"graphs": "piecewise"}, GPU, "graphs=rows 1-256 in pieces, prompts to 8192 in pieces "),
         (
             {"graphs": "full+piecewise", "graph_tokens": 1024},
             GPU,
@@ -86,6 +88,25 @@ def test_the_numbers_add_up_over_the_outputs():
         "nothing of this beginning is saved (2 requests)",
         "device cpu; 7 graph replays; fallbacks: no CUDA device: 2",
     ]
+
+
+@pytest.mark.parametrize(
+    ("pace", "when"), [("late", "late"), ("early", "early"), (3, "at times of seed 3")]
+)
+def test_an_emulated_device_is_said_to_be_one(pace, when):
+    model = SimpleNamespace(dtype=torch.float32, device=CPU)
+    text = config_line(resolved(max_rows=2, max_step_tokens=16), model, None, pace) + " "
+    assert f" graphs=rows 1-2 (emulated on the CPU, work done {when}) " in text
+    assert " graphs=none (off) " in config_line(resolved(graphs="off"), model, None, pace) + " "
+
+
+def test_prompts_of_one_token_are_said_to_have_nothing_to_reuse():
+    cache = dict.fromkeys(CACHE, 0) | {"reasons": {"all": 2}}
+    lines = summary_lines([OUTPUT], 1.0, STATS | {"cache": cache}, CPU)
+    assert lines[1] == (
+        "cache: nothing to reuse in a prompt of one token, because the last token is always computed"
+    )
+    assert sentence(Lookup(0, 0, 0, 0, "all")) == lines[1].removeprefix("cache: ")
 
 
 def test_without_an_answer_there_are_no_numbers():

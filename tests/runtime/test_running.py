@@ -1,13 +1,14 @@
-"""The list of running requests and the array of their slots say the same, whoever comes and goes."""
+"""The running requests and their slots: the same order in both, and nothing left of an owner before."""
 
 import random
 
 import numpy as np
 
+from midstream.runtime.live import LiveTable
 from midstream.runtime.request import Request
 from midstream.runtime.running import Running
 from midstream.runtime.sampling import SamplingParams
-from midstream.runtime.slots import SlotSampling
+from midstream.runtime.slots import SlotLayout, SlotSampling
 
 
 def request(number: int, priority: int, slot: int) -> Request:
@@ -32,3 +33,15 @@ def test_requests_and_slots_stay_in_order() -> None:
         requests = running.requests
         assert requests == sorted(requests, key=lambda r: r.order)
         assert running.slots[: len(requests)].tolist() == [r.slot for r in requests]
+
+
+def test_the_next_owner_of_a_slot_is_looked_into_at_once() -> None:
+    """From 0 on: what the owner before it needed next says nothing about it."""
+    live = LiveTable(SlotLayout(1, state_cols=2, kv_cols=2), max_len=8)
+    for number in range(2):
+        owner = request(number, 0, -1)
+        slot = live.take(owner, np.array([3], np.int32), 0)
+        assert live.look_at[slot] == live.heed_at[slot] == live.relocate[slot] == 0
+        assert live.epoch[slot] == owner.epoch == number
+        live.look_at[slot] = live.heed_at[slot] = live.relocate[slot] = 7
+        live.release(owner)

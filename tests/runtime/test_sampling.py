@@ -98,9 +98,33 @@ def test_refuses_with_who_found_expected_and_what_to_do(name: str, value: object
         SamplingParams(**{name: value})
     who, expected, *fix = str(caught.value).split("; ")
     found = (value,) if name == "stop" and value == "" else value
-    assert who == f"SamplingParams: {name} is {found!r}"
+    of_type = f" of type {type(value).__name__}"
+    assert who in (told := f"SamplingParams: {name} is {found!r}", told + of_type)
     assert expected.startswith("expected ")
     assert fix and all(fix)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("max_tokens", "5", "is '5' of type str; expected an integer from 1 to .*; write max_tokens=5, "),
+        ("max_tokens", 5.0, "is 5.0 of type float; expected an integer from 1 .*; write max_tokens=5"),
+        ("max_tokens", None, "is None of type NoneType; expected an integer .*; leave it out"),
+        ("max_tokens", True, "is True of type bool; expected an integer"),
+        ("max_tokens", 0, "is 0; expected an integer from 1 to 2147483647; ask for at least one token"),
+        ("temperature", " 0.5", "is ' 0.5' of type str; expected 0 .*; write temperature=0.5, with"),
+        ("temperature", np.ones(1), "of type ndarray; expected 0 .greedy. or a number"),
+        ("temperature", 10**400, "; expected 0 .greedy. or a number"),
+        ("stop_token_ids", "5", r"is '5' of type str; expected at .*; write stop_token_ids=\[5\], without"),
+        ("ignore_eos", 1, "is 1 of type int; expected True or False; pass a bool"),
+        ("stop", 5, "is 5 of type int; expected a string, or several"),
+    ],
+)  # fmt: skip
+def test_a_wrong_type_is_named_and_the_right_spelling_shown(
+    name: str, value: object, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"SamplingParams: {name} .*{message}"):
+        SamplingParams(**{name: value})
 
 
 def test_every_field_is_tested_with_a_value_that_is_refused() -> None:

@@ -127,7 +127,7 @@ def test_a_mismatch_ends_the_requests_of_the_step_and_no_others() -> None:
             midstream.ContractError, match=r"first in slots\.src_off, slot 0: found 0, expected 5"
         ):
             engine.step()
-        engine.debug()
+        engine.debug(shadow_every=0)
         engine.add(PROMPTS[1], GREEDY)
         outputs = settle(engine)
     assert [out.finish_reason for out in outputs] == ["error", "length"]
@@ -137,7 +137,7 @@ def test_a_mismatch_ends_the_requests_of_the_step_and_no_others() -> None:
 def test_off_nothing_is_compared() -> None:
     with engine_of() as engine:
         engine.debug(shadow_every=1)
-        engine.debug()
+        engine.debug(shadow_every=0)
         serve(engine)
         assert engine._parts.runner.shadow is None
         with pytest.raises(
@@ -147,6 +147,6 @@ def test_off_nothing_is_compared() -> None:
 
 
 def _give_up(engine: midstream.Engine) -> None:
-    engine.debug()
+    engine.debug(shadow_every=0)
     for request_id in list(engine._requests):
         engine.abort(midstream.Handle(request_id))
