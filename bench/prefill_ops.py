@@ -106,12 +106,16 @@ def by_row(value: Tensor, rows: int) -> Tensor:
 def delta_peer(name: str, module: Any, args: Args, rows: int) -> Result:
     named = {key: by_row(args[key], rows) for key in ("q", "k", "v", "g", "beta")}
     run = getattr(module, name)
-    return run(**named, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    out, state = run(**named, output_final_state=True, use_qk_l2norm_in_kernel=True)
+    return out, state.transpose(-1, -2)  # ours has keys last
 
 
 def lightning_peer(module: Any, args: Args, rows: int) -> Result:
     named = {key: by_row(args[key], rows) for key in ("q", "k", "v")}
-    return module.chunk_simple_gla(**named, g_gamma=args["g"], scale=1.0, output_final_state=True)
+    out, state = module.chunk_simple_gla(
+        **named, g_gamma=args["g"], scale=1.0, output_final_state=True
+    )
+    return out, state.transpose(-1, -2)  # ours has keys last
 
 
 def ssd_peer(module: Any, args: Args, rows: int) -> Result:

@@ -53,7 +53,6 @@ SPILLS: dict[tuple[str, int, str, str], tuple[int, str]] = {
     ("3.6", 90, "sample", "_finish_kernel"): (8, _TINY),
     ("3.7", 90, "sample", "_scan_kernel"): (8, _ONCE),
     ("3.7", 100, "sample", "_scan_kernel"): (8, _ONCE),
-    ("3.7", 100, "kda_step", "_linear_step_kernel"): (16, f"with queries of fp32 only; {_ONCE}"),
     ("3.7", 100, "ssd_chunk", "_prepare_kernel"): (8, _ONCE),
 }
 

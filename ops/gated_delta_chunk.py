@@ -37,7 +37,7 @@ from midstream.ops.gated_delta_step import delta_rule
 from midstream.ops.gated_delta_tokens import launch_tokens
 from midstream.ops.linear_heads import LinearShape, check_heads, draw_gates
 from midstream.ops.linear_step import NORM_EPS
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.paged_state import aligned_elements, linear_states
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 from midstream.ops.unit_lower_inverse import unit_lower_inverse
 
@@ -52,7 +52,7 @@ _LOG_ZERO = (
 
 
 def gated_delta_chunk_ref(
-    arena: Tensor,  # f32 or bf16 [N, E]  written: the region [H, K, V] of every chunk's page
+    arena: Tensor,  # f32 or bf16 [N, E]  written: the region [H, V, K] of every chunk's page
     out: Tensor,  # [T, H, V]  written
     q: Tensor,  # [T, G, K]  before normalisation
     k: Tensor,  # [T, G, K]  before normalisation
@@ -67,7 +67,7 @@ def gated_delta_chunk_ref(
     row_chunk: Tensor,  # i32[R + 1]  first chunk of each row
 ) -> None:
     """Say what the kernels mean, one token at a time."""
-    states = state_region(arena, offset, v.shape[1], k.shape[2], v.shape[2])
+    states = linear_states(arena, offset, v.shape[1], k.shape[2], v.shape[2])
     start = chunk_start.long()
     real = chunk_row != PADDING
     page_after = torch.zeros(v.shape[0], dtype=torch.long)
@@ -212,7 +212,7 @@ def _walk_kernel(
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_head = head // HEADS_PER_KEY
     square = place[:, None] * CHUNK + place[None, :]
-    state_place = head * (K * V) + key[:, None] * V + value[None, :]
+    state_place = head * (V * K) + value[None, :] * K + key[:, None]
     state_inside = (key[:, None] < K) & (value[None, :] < V)
     offset = tl.load(offset_ptr)
     source = tl.load(read_page_ptr + row)

@@ -58,7 +58,7 @@ def unit_length(x: Tensor) -> Tensor:
 
 
 def gated_delta_step_ref(
-    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, K, V] of the write pages
+    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, V, K] of the write pages
     out: Tensor,  # [R, H, V]  written
     q: Tensor,  # [R, G, K]  before normalisation
     k: Tensor,  # [R, G, K]  before normalisation
@@ -92,6 +92,7 @@ _CASES = (
     _case(rows=1),
     _case(rows=0),
     _case(key_width=16, value_width=24),  # a width that is no power of two
+    _case(key_width=24, value_width=16),  # and that of the keys, wider than values
     _case(key_width=5, value_width=3, gap=3),  # nothing is aligned
     _case(heads=3, key_heads=3, gap=64),
     _case(rows=9, heads=3, key_heads=3, key_width=5, value_width=3),

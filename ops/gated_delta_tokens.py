@@ -4,7 +4,8 @@ Run the gated delta rule over chunks token by token, in fp32: the chunk ops' pat
 The decay is one number per head (`gated_delta_chunk`) or one per key channel (`kda_chunk`).
 
 Exact fp32 products cannot use tensor cores, and those of a whole chunk do not fit into registers.  The
-recurrence itself needs neither, rounds least, and gives the same bits however a row is cut.
+recurrence itself needs neither, rounds least, and gives the same bits however a row is cut.  A program is
+one warp, as in `linear_step`: the sums of a token need no other warp.
 
 Letters: R rows, T tokens, Q chunks, N pages, H value heads, G key heads, K key width, V value width.
 Traffic: that of the chunk ops without anything in between.
@@ -12,15 +13,23 @@ Traffic: that of the chunk ops without anything in between.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from midstream.ops.linear_heads import check_heads
-from midstream.ops.linear_step import NORM_EPS, delta_rule_token
+from midstream.ops.linear_step import NORM_EPS, correction, values_of_warp
 from midstream.ops.paged_state import aligned_elements
 
-_TILE_V = 32  # values per program
+
+@triton.jit
+def _token(state, q, k, v, g, beta, SCALE: tl.constexpr, EPS: tl.constexpr):
+    """One token of one head: a [K, V] tile of the state after it, and its output; all in fp32."""
+    state *= tl.exp(g)
+    along_k, along_q = tl.sum(state * k[:, None], 0), tl.sum(state * q[:, None], 0)
+    update, result = correction(along_k, along_q, q, k, v, beta, SCALE, EPS)
+    return state + k[:, None] * update[None, :], result
 
 
 @triton.jit
@@ -68,7 +77,7 @@ def _tokens_kernel(
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     key_head = head // HEADS_PER_KEY
-    place = head * (K * V) + key[:, None] * V + value[None, :]
+    place = head * (V * K) + value[None, :] * K + key[:, None]
     inside = (key[:, None] < K) & (value[None, :] < V)
     offset = tl.load(offset_ptr)
     source = tl.load(read_page_ptr + row)
@@ -76,7 +85,7 @@ def _tokens_kernel(
     read_at = tl.multiple_of(source.to(tl.int64) * page_stride + offset, ALIGN)
     state = tl.load(arena_ptr + read_at + place, mask=inside & (source > 0), other=0.0)
     state = state.to(tl.float32)
-    tl.debug_barrier()  # in place: a small tile is loaded by every warp and stored by one
+    tl.debug_barrier()  # in place: of a small tile, lanes hold copies and one stores
 
     for chunk in range(first, behind):
         end = tl.load(chunk_start_ptr + chunk + 1)
@@ -94,7 +103,7 @@ def _tokens_kernel(
             else:
                 g = tl.load(g_at).to(tl.float32)
             beta = tl.load(beta_ptr + token * beta_token + head).to(tl.float32)
-            state, result = delta_rule_token(state, q, k, v, g, beta, SCALE, EPS)
+            state, result = _token(state, q, k, v, g, beta, SCALE, EPS)
             out_at = out_ptr + token * out_token + head * out_head + value
             tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
         page = tl.load(chunk_page_ptr + chunk)
@@ -125,7 +134,8 @@ def launch_tokens(
     _, heads, width = v.shape
     if rows == 0 or chunk_row.shape[0] == 0:
         return
-    tile = min(_TILE_V, triton.next_power_of_2(width))
+    block_k = triton.next_power_of_2(k.shape[2])
+    tile = values_of_warp(block_k, width, torch.float32.itemsize)
     _tokens_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, q, k, v, g, beta, offset, read_page, chunk_start, chunk_page, row_chunk,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
@@ -133,5 +143,5 @@ def launch_tokens(
         beta.stride(0),
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, SCALE=k.shape[2] ** -0.5,
         EPS=NORM_EPS, PER_CHANNEL=g.ndim == 3, ALIGN=aligned_elements(arena),
-        BLOCK_K=triton.next_power_of_2(k.shape[2]), BLOCK_V=tile, num_warps=4,
+        BLOCK_K=block_k, BLOCK_V=tile, num_warps=1,
     )  # fmt: skip

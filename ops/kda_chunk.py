@@ -38,7 +38,7 @@ from midstream.ops.gated_delta_tokens import launch_tokens
 from midstream.ops.kda_prepare import prepare_chunks
 from midstream.ops.kda_step import check_kda, draw_kda_gates
 from midstream.ops.linear_heads import LinearShape, chunk_args, chunk_traffic
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.paged_state import aligned_elements, linear_states
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 
 _TILE_V = 32  # values that one program of the walk carries: 128 programs for one row of H=32, V=128
@@ -46,7 +46,7 @@ _MAX_TILE_K = 128  # key width up to which the tiles of a chunk fit into registe
 
 
 def kda_chunk_ref(
-    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, K, V] of every chunk's page
+    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, V, K] of every chunk's page
     out: Tensor,  # [T, H, V]  written
     q: Tensor,  # [T, G, K]  before normalisation
     k: Tensor,  # [T, G, K]  before normalisation
@@ -61,7 +61,7 @@ def kda_chunk_ref(
     row_chunk: Tensor,  # i32[R + 1]  first chunk of each row
 ) -> None:
     """Say what the kernels mean, one token at a time."""
-    states = state_region(arena, offset, v.shape[1], k.shape[2], v.shape[2])
+    states = linear_states(arena, offset, v.shape[1], k.shape[2], v.shape[2])
     start = chunk_start.long()
     real = chunk_row != PADDING
     page_after = torch.zeros(v.shape[0], dtype=torch.long)
@@ -123,7 +123,7 @@ def _walk_kernel(
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     square = place[:, None] * CHUNK + place[None, :]
-    state_place = head * (K * V) + key[:, None] * V + value[None, :]
+    state_place = head * (V * K) + value[None, :] * K + key[:, None]
     state_inside = (key[:, None] < K) & (value[None, :] < V)
     offset = tl.load(offset_ptr)
     source = tl.load(read_page_ptr + row)

@@ -83,6 +83,7 @@ CASES = (
     _case(rows=1),
     _case(rows=0),
     _case(key_width=16, value_width=24),  # a width that is no power of two
+    _case(key_width=24, value_width=16),  # and that of the keys, wider than values
     _case(key_width=5, value_width=3, gap=3),  # nothing is aligned
     _case(heads=3, key_heads=3, gap=64),
     _case(state_dtype=None),  # pages of the activations' dtype

@@ -32,8 +32,8 @@ from torch import Tensor
 from midstream.ops.chunk_table import CHUNK
 from midstream.ops.lightning_step import check_lightning, lightning_rule
 from midstream.ops.linear_heads import LinearShape, chunk_args, chunk_traffic, draw_log_decays
-from midstream.ops.linear_step import lightning_token
-from midstream.ops.paged_state import aligned_elements, state_region
+from midstream.ops.linear_step import values_of_warp
+from midstream.ops.paged_state import aligned_elements, linear_states
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 
 _TILE_V = 32  # values that one program carries: 128 programs for one row of H=32, V=128
@@ -43,7 +43,7 @@ _LOG_ZERO = -110.0
 
 
 def lightning_chunk_ref(
-    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, K, V] of every chunk's page
+    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, V, K] of every chunk's page
     out: Tensor,  # [T, H, V]  written
     q: Tensor,  # [T, G, K]
     k: Tensor,  # [T, G, K]
@@ -57,7 +57,7 @@ def lightning_chunk_ref(
     row_chunk: Tensor,  # i32[R + 1]  first chunk of each row
 ) -> None:
     """Say what the kernels mean, one token at a time."""
-    states = state_region(arena, offset, v.shape[1], k.shape[2], v.shape[2])
+    states = linear_states(arena, offset, v.shape[1], k.shape[2], v.shape[2])
     start = chunk_start.long()
     real = chunk_row != PADDING
     page_after = torch.zeros(v.shape[0], dtype=torch.long)
@@ -75,6 +75,13 @@ def lightning_chunk_ref(
         saved = state[row[saves]].to(arena.dtype)
         states[page_after[token[saves]]] = saved
         state[row[saves]] = saved.to(state.dtype)
+
+
+@triton.jit
+def _token(state, q, k, v, decay):
+    """One token of one head: a [K, V] tile of the state after it, and its output; all in fp32."""
+    result = decay * tl.sum(state * q[:, None], 0) + tl.sum(q * k, 0) * v
+    return decay * state + k[:, None] * v[None, :], result
 
 
 @triton.jit
@@ -119,7 +126,7 @@ def _chunk_kernel(
         return
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
-    state_place = head * (K * V) + key[:, None] * V + value[None, :]
+    state_place = head * (V * K) + value[None, :] * K + key[:, None]
     state_inside = (key[:, None] < K) & (value[None, :] < V)
     offset = tl.load(offset_ptr)
     source = tl.load(read_page_ptr + row)
@@ -144,7 +151,7 @@ def _chunk_kernel(
                 k = tl.load(k_ptr + token * k_token + key, mask=key < K, other=0.0).to(tl.float32)
                 v_at = v_ptr + token * v_token + value
                 v = tl.load(v_at, mask=value < V, other=0.0).to(tl.float32)
-                state, result = lightning_token(state, q, k, v, tl.exp(g))
+                state, result = _token(state, q, k, v, tl.exp(g))
                 out_at = out_ptr + token * out_token + value
                 tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=value < V)
         else:
@@ -201,16 +208,17 @@ def _launch(
     exact = q.dtype == torch.float32
     if token_wise is None:
         token_wise = exact or k.shape[2] > _MAX_TILE_K
-    least = 1 if token_wise else 16
+    least, warps = (1, 1) if token_wise else (16, 4)  # the sums of a token need no other warp
+    block_k = max(least, triton.next_power_of_2(k.shape[2]))
     tile = min(_TILE_V, max(least, triton.next_power_of_2(width)))
+    tile = values_of_warp(block_k, width, torch.float32.itemsize) if token_wise else tile
     _chunk_kernel[(triton.cdiv(width, tile), heads, rows)](
         arena, out, q, k, v, g, offset, read_page, chunk_start, chunk_page, row_chunk,
         arena.stride(0), out.stride(0), out.stride(1), q.stride(0), q.stride(1),
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), TOKEN_WISE=token_wise,
         HEADS_PER_KEY=heads // k.shape[1], K=k.shape[2], V=width, CHUNK=CHUNK,
         LOG_ZERO=_LOG_ZERO, ALIGN=aligned_elements(arena),
-        BLOCK_K=max(least, triton.next_power_of_2(k.shape[2])), BLOCK_V=tile,
-        PRECISION="ieee" if exact else None, num_warps=4,
+        BLOCK_K=block_k, BLOCK_V=tile, PRECISION="ieee" if exact else None, num_warps=warps,
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def lightning_rule(
 
 
 def lightning_step_ref(
-    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, K, V] of the write pages
+    arena: Tensor,  # f32, bf16 or f16 [N, E]  written: the region [H, V, K] of the write pages
     out: Tensor,  # [R, H, V]  written
     q: Tensor,  # [R, G, K]
     k: Tensor,  # [R, G, K]
@@ -89,17 +89,18 @@ def _launch(
     launch_linear_step(arena, out, q, k, v, g, None, offset, read_page, write_page)
 
 
-def _draw_decays(rng: torch.Generator, rows: int, dtype: torch.dtype, shape: LinearShape) -> Args:
+def draw_decays(rng: torch.Generator, rows: int, dtype: torch.dtype, shape: LinearShape) -> Args:
     return {"g": draw_log_decays(rng, shape.heads)}
 
 
-_case = partial(step_case, _draw_decays)
+_case = partial(step_case, draw_decays)
 
 CASES = (
     _case(),
     _case(rows=1),
     _case(rows=0),
     _case(key_width=16, value_width=24),  # a width that is no power of two
+    _case(key_width=24, value_width=16),  # and that of the keys, wider than values
     _case(key_width=5, value_width=3, gap=3),  # nothing is aligned
     _case(heads=3, key_heads=3, gap=64),
     _case(state_dtype=None),  # pages of the activations' dtype
@@ -119,5 +120,5 @@ lightning_step = define_op(
         "truncated to 2**-8 by Triton's interpreter; fp16 to 2**-11",
     ),
     traffic=step_traffic,
-    bench_cases=bench_step_cases(_draw_decays, LinearShape(32, 32, 128, 128)),
+    bench_cases=bench_step_cases(draw_decays, LinearShape(32, 32, 128, 128)),
 )

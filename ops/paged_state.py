@@ -1,7 +1,7 @@
 """
 Where a layer's state lies in the pages of an arena: views for references, checks for launchers.
 
-Letters: N pages, E elements of a page.
+Letters: N pages, E elements of a page, H heads, K key width, V value width.
 """
 
 from __future__ import annotations
@@ -22,6 +22,16 @@ def state_region(arena: Tensor, offset: Tensor, *shape: int) -> Tensor:
     """View [N, *shape] of one layer's region in all pages of a CPU arena."""
     start = int(offset)
     return arena[:, start : start + prod(shape)].unflatten(1, shape)
+
+
+def linear_states(
+    arena: Tensor, offset: Tensor, heads: int, key_width: int, value_width: int
+) -> Tensor:
+    """View [N, H, K, V] of the states of linear attention, which lie in a page as [H, V, K].
+
+    A step sums over keys: as neighbours they are lanes of one warp, and whole lines of memory.
+    """
+    return state_region(arena, offset, heads, value_width, key_width).transpose(2, 3)
 
 
 def aligned_elements(arena: Tensor) -> int:

@@ -40,8 +40,8 @@ from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.paged_state import FUSE_FROM, aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, Args, OpCase, Tolerance, define_op
 
-_TILE = 2048  # state elements of a program: 8 KB in flight
-_WARPS = 2  # many small programs drain evenly
+_TILE_BYTES = 4096  # of state that a program takes, measured on an H200: docs/log.md
+_WARPS = 1  # many small programs drain evenly
 _FEW_ROWS = 4  # below, a program's own latency counts
 _WARPS_FEW = 4
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
@@ -203,7 +203,8 @@ def _launch(
         return
     m_tile = triton.next_power_of_2(size)
     warps = _WARPS_FEW if rows < _FEW_ROWS else _WARPS
-    p_tile = max(1, min(_TILE // m_tile, triton.next_power_of_2(width)))
+    p_tile = _TILE_BYTES // arena.element_size() // m_tile
+    p_tile = max(1, min(p_tile, triton.next_power_of_2(width)))
     _ssd_step_kernel[(heads * triton.cdiv(width, p_tile), rows)](
         arena, out, x, dt, A_log, B, C, D, dt_bias, offset, read_page, write_page,
         arena.stride(0), out.stride(0), x.stride(0), dt.stride(0), B.stride(0), C.stride(0), dt_min, dt_max,

@@ -21,9 +21,9 @@ from midstream.ops.gated_delta_step import gated_delta_step
 
 
 def _state(mixer: Any, layer: int) -> LayerState:
-    """Sizes of the state: temporal [H, K, V] and a window of the query, key and value channels."""
+    """Sizes of the state: temporal [H, V, K] and a window of the query, key and value channels."""
     require_silu(mixer, layer)
-    shape = (mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim)
+    shape = (mixer.num_v_heads, mixer.head_v_dim, mixer.head_k_dim)
     return LayerState(layer, "gated_delta", shape, mixer.conv_kernel_size - 1, mixer.conv_dim)
 
 

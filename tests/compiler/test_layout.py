@@ -80,7 +80,7 @@ def test_a_model_states_its_own_layout() -> None:
     lowered = lower(build("qwen3_next", dtype=torch.bfloat16), kv_block=32, drafts=1)
     assert lowered.layout.window_rows == 4
     assert lowered.layout.conv_dtype is torch.bfloat16
-    assert lowered.layout.regions[0].state.temporal_shape == (4, 16, 24)
+    assert lowered.layout.regions[0].state.temporal_shape == (4, 24, 16)  # keys last
     assert lowered.kv_layout == KvLayout((2,), 2, 16, torch.bfloat16, 32)
 
 

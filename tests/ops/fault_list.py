@@ -153,15 +153,15 @@ FAULTS = (
     ),
     Fault(
         "ops/linear_step.py",
-        "state kept as value x key",
-        "place = key[:, None] * V + lane[None, :]",
-        "place = lane[None, :] * K + key[:, None]",
+        "state kept as key x value",
+        "place = lane[:, None] * K + key[None, :]",
+        "place = key[None, :] * V + lane[:, None]",
     ),
     Fault(
         "ops/linear_step.py",
         "one decay for all key channels",
-        "tl.load(g_at + key, mask",
-        "tl.load(g_at + key * 0, mask",
+        "tl.exp(tl.load(g_at + key, mask",
+        "tl.exp(tl.load(g_at + key * 0, mask",
     ),
     Fault(
         "ops/linear_step.py",
@@ -180,6 +180,12 @@ FAULTS = (
         "the running state is not what was saved",
         "        state = tl.where(page > 0, saved.to(tl.float32), state)\n",
         "",
+    ),
+    Fault(
+        "ops/gated_delta_chunk.py",
+        "state kept as key x value",
+        "state_place = head * (V * K) + value[None, :] * K + key[:, None]",
+        "state_place = head * (V * K) + key[:, None] * V + value[None, :]",
     ),
     Fault(
         "ops/gated_delta_chunk.py",
@@ -318,5 +324,35 @@ FAULTS = (
         "the last rows are lost",
         "(triton.cdiv(outputs, block_n),)",
         "(outputs // block_n,)",
+    ),
+    Fault(
+        "ops/static_attention_decode.py",
+        "the last piece is lost",
+        "for first in range(0, pieces, AT_ONCE):",
+        "for first in range(0, pieces - 1, AT_ONCE):",
+    ),
+    Fault(
+        "ops/static_attention_decode.py",
+        "a row that sees nothing is divided by nothing",
+        "result = mixed / tl.where(total > 0, total, 1.0)",
+        "result = mixed / total",
+    ),
+    Fault(
+        "ops/static_attention_decode.py",
+        "hidden positions of a tile are seen",
+        'score = tl.where(seen[None, :], score, float("-inf"))',
+        'score = tl.where((place < length)[None, :], score, float("-inf"))',
+    ),
+    Fault(
+        "ops/static_attention_decode.py",
+        "every row has the mask of the first",
+        "visible_ptr + row * visible_row",
+        "visible_ptr + 0 * visible_row",
+    ),
+    Fault(
+        "ops/static_attention_decode.py",
+        "values lie as far apart as padded heads",
+        "v_at + place[:, None] * v_place",
+        "v_at + place[:, None] * WIDTH",
     ),
 )

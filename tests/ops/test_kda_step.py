@@ -7,6 +7,7 @@ from linear_rig import drift, far_page
 from midstream.errors import ContractError
 from midstream.ops.gated_delta_step import gated_delta_step
 from midstream.ops.kda_step import draw_kda_gates, kda_step
+from midstream.ops.paged_state import linear_states
 from midstream.ops.testing import build_args, op_suite
 
 BASE = kda_step.cases[0]  # rows: in place, to another page, without history, padding
@@ -34,8 +35,7 @@ def test_a_channel_without_memory_forgets_and_the_others_do_not(device):
     args["g"].zero_()
     args["g"][..., 3] = float("-inf")
     page = args["write_page"][IN_PLACE].item()
-    start = int(args["offset"])
-    region = args["arena"][page, start : start + 4 * 16 * 32].view(4, 16, 32)
+    region = linear_states(args["arena"], args["offset"], 4, 16, 32)[page]
     want = region.clone()
     want[:, 3] = 0.0
     kda_step.launch(**args)

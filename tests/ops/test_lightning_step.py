@@ -6,6 +6,7 @@ from linear_rig import drift, far_page
 
 from midstream.errors import ContractError
 from midstream.ops.lightning_step import lightning_step
+from midstream.ops.paged_state import linear_states
 from midstream.ops.testing import build_args, op_suite
 
 BASE = lightning_step.cases[0]  # rows: in place, to another page, without history, padding
@@ -23,8 +24,7 @@ def test_a_head_without_memory_forgets_and_the_others_do_not(device):
     args["g"].zero_()
     args["g"][3] = float("-inf")
     page = args["write_page"][IN_PLACE].item()
-    start = int(args["offset"])
-    region = args["arena"][page, start : start + 4 * 16 * 32].view(4, 16, 32)
+    region = linear_states(args["arena"], args["offset"], 4, 16, 32)[page]
     want = region.clone()
     want[3] = 0.0
     lightning_step.launch(**args)
@@ -36,8 +36,8 @@ def test_equals_the_lightning_layer_of_transformers(device):
     args = build_args(lightning_step.cases[1], torch.float32, device)  # one row, in place
     slope = torch.tensor([0.5, 0.25, 0.125, 0.0625], device=device)
     args["g"] = -slope
-    start, page = int(args["offset"]), args["write_page"][0].item()
-    before = args["arena"][page, start : start + 4 * 16 * 32].view(4, 16, 32).clone()
+    page = args["write_page"][0].item()
+    before = linear_states(args["arena"], args["offset"], 4, 16, 32)[page].clone()
     q, k = (args[name][0].repeat_interleave(2, 0)[:, None] for name in ("q", "k"))  # [H, 1, K]
     kv = torch.exp(-slope)[:, None, None] * before + k.transpose(-1, -2) @ args["v"][0][:, None]
     lightning_step.launch(**args)

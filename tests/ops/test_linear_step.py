@@ -2,17 +2,21 @@
 
 import pytest
 import torch
-import triton.language as tl
 
-from midstream.ops import linear_step as source
 from midstream.ops.gated_delta_step import gated_delta_step
 from midstream.ops.guarded_memory import same_bits
-from midstream.ops.kda_step import kda_step
-from midstream.ops.lightning_step import lightning_step
+from midstream.ops.kda_step import draw_kda_gates, kda_step
+from midstream.ops.lightning_step import draw_decays, lightning_step
+from midstream.ops.linear_heads import draw_gates, step_case
 from midstream.ops.linear_step import launch_linear_step
 from midstream.ops.testing import build_args, check_kernel, expected
 
 SPECS = (gated_delta_step, kda_step, lightning_step)
+GATES = {
+    "gated_delta_step": draw_gates,
+    "kda_step": draw_kda_gates,
+    "lightning_step": draw_decays,
+}
 BOTH_TYPES = [torch.float32, torch.float16]
 IN_PLACE, TO_OTHER, FRESH, PADDED = range(4)  # rows of the base case
 PER_ROW = ("q", "k", "v", "read_page", "write_page")
@@ -27,13 +31,6 @@ def test_is_what_the_op_says(spec, device):
 
 
 @each_op
-def test_sums_that_the_gpu_takes_together_are_right(spec, monkeypatch, device):
-    monkeypatch.setattr(source, "_INTERPRETED", tl.constexpr(False))
-    case = next(case for case in spec.cases if "K5" in case.id)
-    check_kernel(spec, case, torch.float32, device)
-
-
-@each_op
 def test_sums_over_states_of_16_bits_are_as_exact_as_fp32(spec, device):
     args = build_args(own_pages(spec), torch.float16, device)
     args["out"] = args["out"].float()
@@ -41,6 +38,21 @@ def test_sums_over_states_of_16_bits_are_as_exact_as_fp32(spec, device):
     launch_linear_step(**{"beta": None, **args})
     error = (args["out"].cpu().double() - want).abs().max() / want.abs().max()
     assert error < 2e-6
+
+
+@each_op
+@each_type
+def test_the_widest_keys_that_are_accepted_are_summed_whole(spec, dtype, device):
+    case = step_case(
+        GATES[spec.name],
+        rows=2,
+        heads=1,
+        key_heads=1,
+        key_width=256,
+        value_width=9,
+        state_dtype=None,
+    )
+    check_kernel(spec, case, dtype, device)
 
 
 @each_op
@@ -90,6 +102,15 @@ def test_in_place_equals_to_another_page_bit_for_bit(spec, device):
     assert region.any()
     assert torch.equal(home["arena"][write][region], away["arena"][write][region])
     assert torch.equal(home["out"], away["out"])
+
+
+def test_the_keys_of_a_value_are_neighbours_in_the_page(device):
+    args = build_args(lightning_step.cases[0], torch.float32, device)
+    lightning_step.launch(**args)
+    page, start = args["write_page"][FRESH].item(), int(args["offset"])
+    state = args["arena"][page, start : start + 4 * 32 * 16].view(4, 32, 16)
+    key = args["k"][FRESH].repeat_interleave(2, dim=0)
+    assert torch.equal(state, args["v"][FRESH][:, :, None] * key[:, None, :])
 
 
 @each_op
