@@ -332,9 +332,5 @@ static_attention_decode = define_op(
     ),
     tolerance=TOLERANCE,
     traffic=_traffic,
-    bench_cases=(
-        _case((4096,), 4096, 32, 8, 64),
-        _case((64,), 4096, 32, 8, 64),
-        _case((4096,) * 8, 4096, 32, 8, 64),
-    ),
+    bench_cases=(_case((4096,), 4096, 32, 8, 64), _case((4096,) * 8, 4096, 32, 8, 64)),
 )
