@@ -21,6 +21,7 @@ from midstream.compiler.traced import arguments_of, is_on, value_of
 _MATMULS = (torch.bmm, torch.matmul, operator.matmul)
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FEW = 4  # results of a convolution
+_MOST_TAPS = 8  # each is spelled out
 
 
 def spell_out_short_products(gm: fx.GraphModule, device_type: str = "cuda") -> int:
@@ -60,7 +61,7 @@ def depthwise_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         total = total + wide[:, :, tap : tap + results] * weight[:, :, tap].float()
     if bias is not None:
         total = total + bias.float()[:, None]
-    return total.to(x.dtype)
+    return total.to(x.dtype).contiguous()
 
 
 def _by_sums(node: fx.Node, device_type: str) -> tuple[Any, tuple[Any, ...]] | None:
@@ -71,7 +72,7 @@ def _by_sums(node: fx.Node, device_type: str) -> tuple[Any, tuple[Any, ...]] | N
         args = arguments_of(
             node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
         )
-        if _is_short_depthwise(args, device_type):
+        if _is_short_depthwise(args, node, device_type):
             return depthwise_by_sums, (args["input"], args["weight"], args["bias"])
     return None
 
@@ -89,21 +90,23 @@ def _is_short_product(node: fx.Node, device_type: str) -> bool:
     )
 
 
-def _is_short_depthwise(args: dict[str, Any], device_type: str) -> bool:
+def _is_short_depthwise(args: dict[str, Any], node: fx.Node, device_type: str) -> bool:
     tensors = [args[name] for name in ("input", "weight", "bias") if args[name] is not None]
-    if not is_on(device_type, *tensors):
+    if not is_on(device_type, *tensors, node):
         return False
     x, weight = value_of(args["input"]), value_of(args["weight"])
     numbers = {
         name: _single(args[name]) for name in ("stride", "padding", "dilation")
     }  # each alone or in a tuple
     return (
-        len({value_of(tensor).dtype for tensor in tensors}) == 1
+        len({value_of(tensor).dtype for tensor in (*tensors, node)}) == 1  # another under autocast
         and x.dtype in _DTYPES
+        and value_of(node).is_contiguous()
         and x.dim() == 3
         and args["groups"] == x.shape[1] == weight.shape[0]
         and numbers == {"stride": 1, "padding": 0, "dilation": 1}
         and 0 <= x.shape[2] - weight.shape[2] < _FEW
+        and weight.shape[2] <= _MOST_TAPS
     )
 
 

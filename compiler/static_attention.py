@@ -17,7 +17,12 @@ import torch
 from torch import fx
 
 from midstream.compiler.traced import arguments_of, calls_only, is_on, value_of
-from midstream.ops.static_attention_decode import DTYPES, MAX_WIDTH, static_attention_decode
+from midstream.ops.static_attention_decode import (
+    DTYPES,
+    MAX_ROWS,
+    MAX_WIDTH,
+    static_attention_decode,
+)
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _PURE = (operator.getitem, "expand", "reshape")  # between the repetition and the attention
@@ -66,11 +71,13 @@ def _attention(node: fx.Node, device_type: str) -> _Attention | None:
     rows, heads, tokens, width = query.shape
     fits = (
         tokens == 1
+        and rows <= MAX_ROWS
         and 0 < width <= MAX_WIDTH
         and keys.shape == values.shape
         and keys.shape[0] == rows
         and keys.shape[2] > 0
         and keys.shape[3] == width
+        and keys.shape[1] > 0
         and heads % keys.shape[1] == 0
         and all(value.stride(-1) == 1 for value in (query, keys, values))
     )

@@ -8,6 +8,21 @@ from typing import Any
 from torch import fx
 from torch._subclasses import FakeTensor
 
+_RESHAPING = frozenset(  # in place
+    f"{name}_"
+    for name in (
+        "as_strided", "resize", "resize_as", "set", "squeeze", "swapaxes", "swapdims", "t", "transpose",
+        "unsqueeze",
+    )
+)  # fmt: skip
+
+
+def keeps_shapes(graph: fx.Graph) -> bool:
+    """Whether no tensor gets another shape in place: `value_of` says what it is at the end of the graph."""
+    return all(
+        getattr(node.target, "__name__", node.target) not in _RESHAPING for node in graph.nodes
+    )
+
 
 def value_of(node: Any) -> Any:
     """What stands for the node's result; None for subclasses, whose products may mean something else.

@@ -12,6 +12,7 @@ LONG = (
     *range(768, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)
 )  # fmt: skip
 _FEW_ROWS = 8
+_LAST_SHORT = SHORT[-1]
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -59,7 +60,7 @@ def ladder_of(
         decode = tuple(decode_key(n, drafts, forms.decode == "pieces") for n in rows)
     limit = min(max_step_tokens, graph_tokens)
     long = [size for size in LONG if size < limit]
-    if limit >= LONG[0]:
+    if limit > _LAST_SHORT:
         long.append(-(-limit // 8) * 8)  # what a full step has; compiled code takes multiples of 8
 
     def keys(form: Form, sizes: Iterable[int]) -> tuple[GraphKey, ...]:

@@ -3,7 +3,7 @@ Attention of one new token per row over a static cache: keys and values of all p
 
 softmax(scale * q k^T) v over the positions that `visible` marks (Vaswani et al. 2017, with KV heads shared
 as in Ainslie et al. 2023).  Query head h uses KV head h // (H // G).  A row that sees nothing gives zeros,
-as torch's safe softmax does.
+as torch's safe softmax does.  What is hidden may be NaN; what is visible and NaN makes the result NaN.
 
 Positions are cut into pieces, each with a program per KV head, so that one row fills the device; a second
 kernel adds the pieces up.  A tile whose positions are all hidden is not read: what a step costs goes with
@@ -28,6 +28,7 @@ from midstream.ops.registry import Args, OpCase, define_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 256  # of a head
+MAX_ROWS = 65535  # of a launch's second and third axis
 _HEADS = 16  # query heads of a program: what a matrix unit takes
 _PROGRAMS_PER_PROCESSOR = 4
 _PIECES_AT_ONCE = 16  # that a program adds up
@@ -50,7 +51,8 @@ def static_attention_decode_ref(
         hidden = ~visible[:, None, :]
         score = score.masked_fill(hidden, -torch.inf)
         values = values.masked_fill(hidden[..., None], 0)  # may be NaN: never written
-    weight = torch.softmax(score, -1).nan_to_num(0)
+    nothing = score.isneginf().all(-1, keepdim=True)
+    weight = torch.softmax(score, -1).masked_fill(nothing, 0)
     out.copy_(torch.einsum("bhl,bhld->bhd", weight, values))
 
 
@@ -110,15 +112,18 @@ def _attend_kernel(
             value = tl.load(v_at + place[:, None] * v_place, mask=read, other=0.0)
             score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             score = tl.where(seen[None, :], score, float("-inf"))
-            new_top = tl.maximum(top, tl.max(score, 1))  # a number: something is seen
-            weight = tl.exp2(score - new_top[:, None])
-            fade = tl.exp2(top - new_top)
+            new_top = tl.maximum(
+                top, tl.max(score, 1)
+            )  # NaN apart, which weights and sums carry on
+            shift = tl.where(new_top > float("-inf"), new_top, 0.0)
+            weight = tl.exp2(score - shift[:, None])
+            fade = tl.exp2(top - shift)
             weighted = mixed * fade[:, None]
             mixed = tl.dot(weight.to(value.dtype), value, weighted, input_precision="ieee")
             total = total * fade + tl.sum(weight, 1)
             top = new_top
     part = (row * HEADS + head) * tl.num_programs(0) + piece
-    some = total > 0
+    some = total != 0  # true for NaN
     log = tl.where(some, top + tl.log2(tl.where(some, total, 1.0)), float("-inf"))
     tl.store(part_log_ptr + part, log, mask=share < SHARE)
     # nobody reads the part of a piece that saw nothing
@@ -155,13 +160,13 @@ def _combine_kernel(
         shift = tl.where(new_top > float("-inf"), new_top, 0.0)
         weight = tl.exp2(log - shift)
         fade = tl.exp2(top - shift)
-        read = (log > float("-inf"))[:, None] & (lane < D)[None, :]
+        read = (log != float("-inf"))[:, None] & (lane < D)[None, :]
         value_at = part_ptr + (part + piece)[:, None] * D + lane[None, :]
         value = tl.load(value_at, mask=read, other=0.0)
         mixed = mixed * fade + tl.sum(value * weight[:, None], 0)
         total = total * fade + tl.sum(weight, 0)
         top = new_top
-    result = mixed / tl.where(total > 0, total, 1.0)
+    result = mixed / tl.where(total != 0, total, 1.0)
     out_at = out_ptr + row * out_row + head * out_head + lane
     tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=lane < D)
 
@@ -203,10 +208,10 @@ def check_static_attention(
                 f"{tuple(shape)}, as the others say; pass it so"
             )
     check_shared_heads("static_attention_decode", q.shape[1], k.shape[1])
-    if not 0 < q.shape[2] <= MAX_WIDTH or not k.shape[2]:
+    if not 0 < q.shape[2] <= MAX_WIDTH or not k.shape[2] or q.shape[0] > MAX_ROWS:
         raise ContractError(
-            f"static_attention_decode: heads of {q.shape[2]} elements and {k.shape[2]} positions, "
-            f"expected 1 to {MAX_WIDTH} and at least one; use "
+            f"static_attention_decode: {q.shape[0]} rows, heads of {q.shape[2]} elements and {k.shape[2]} "
+            f"positions, expected at most {MAX_ROWS}, 1 to {MAX_WIDTH} and at least one; use "
             "torch.nn.functional.scaled_dot_product_attention"
         )
     for name, tensor in {"out": out, "q": q, "k": k, "v": v, "visible": visible}.items():

@@ -10,6 +10,7 @@ import torch
 from rewrite_rig import Rewritten, check_rewritten, random
 from torch import Tensor
 
+from midstream.compiler.backend_inner import fuse_one_token
 from midstream.compiler.short_products import spell_out_short_products
 
 
@@ -120,3 +121,45 @@ def test_sizes_that_are_symbols_stay() -> None:
         torch.testing.assert_close(found.call(a, b), a @ b)
     assert found.num_rewritten == 0
     assert len(found.graphs) == 1
+
+
+def test_convolutions_under_autocast_stay() -> None:
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.conv1d(x, weight, groups=6)
+
+    def cast(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return convolve(x, weight)
+
+    check(cast, random(2, 6, 4), random(6, 1, 4), rewritten=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        check(convolve, random(2, 6, 4), random(6, 1, 4), rewritten=0)
+
+
+def test_results_lie_as_those_of_the_library() -> None:
+    def convolve(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        result = torch.nn.functional.conv1d(x.transpose(1, 2), weight, groups=6)
+        return result, result.view(2, -1)
+
+    found = check(convolve, random(2, 6, 6), random(6, 1, 4), rewritten=1)
+    result, _ = found.call(random(2, 6, 6), random(6, 1, 4))
+    assert result.is_contiguous()
+
+
+def test_long_kernels_are_not_spelled_out() -> None:
+    def convolve(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.conv1d(x, weight, groups=6)
+
+    check(convolve, random(2, 6, 9), random(6, 1, 9), rewritten=0)
+
+
+def test_graphs_that_change_shapes_in_place_stay() -> None:
+    """What a trace says of a tensor is what it is at the end."""
+
+    def multiply(a: Tensor, b: Tensor) -> Tensor:
+        b = b.clone()
+        result = torch.bmm(a, b)
+        b.transpose_(1, 2)
+        return result
+
+    check_rewritten(multiply, fuse_one_token, random(3, 4, 1), random(3, 1, 7), rewritten=0)

@@ -116,8 +116,9 @@ def test_attention_with_other_options_stays(options: dict[str, Any]) -> None:
         (queries(heads=3), cache()[0], random(2, 3, LENGTH, 5)),  # values of another width
         (queries(heads=3), *(x.transpose(2, 3).contiguous().transpose(2, 3) for x in cache())),
         (queries(heads=3)[0], *(x[0] for x in cache())),
+        *([(queries(heads=0), *cache(heads=0))] if torch.__version__ >= "2.13" else []),
     ],
-    ids=["tokens", "float64", "wide", "values", "strides", "no batch"],
+    ids=lambda x: f"{tuple(x.shape)}-{x.dtype}",
 )
 def test_attention_that_the_kernel_cannot_read_stays(q: Tensor, k: Tensor, v: Tensor) -> None:
     check(sdpa, q, k, v, rewritten=0)

@@ -334,7 +334,7 @@ FAULTS = (
     Fault(
         "ops/static_attention_decode.py",
         "a row that sees nothing is divided by nothing",
-        "result = mixed / tl.where(total > 0, total, 1.0)",
+        "result = mixed / tl.where(total != 0, total, 1.0)",
         "result = mixed / total",
     ),
     Fault(

@@ -44,3 +44,16 @@ def test_refuses_sizes_without_a_kernel(width: int, length: int) -> None:
     q, k = torch.zeros(3, 4, width), torch.zeros(3, 2, length, width)
     with pytest.raises(ContractError, match="at least one"):
         static_attention_decode.launch(q.clone(), q, k, k, None, 1.0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_what_is_visible_and_no_number_shows_in_the_result(name: str, number: float) -> None:
+    """A tile of it must not count as one that sees nothing."""
+    args = build_args(static_attention_decode.cases[4], torch.float32, CPU)  # of several tiles
+    args[name][0, 0].flatten()[3 * args["q"].shape[-1] // 4] = number
+    other = dict(args, out=args["out"].clone())
+    static_attention_decode.launch(**args)
+    static_attention_decode.reference(**other)
+    assert number == torch.inf or not args["out"][0].isfinite().all()  # -inf weighs nothing
+    torch.testing.assert_close(args["out"], other["out"], equal_nan=True, rtol=1e-4, atol=1e-4)
