@@ -177,7 +177,7 @@ def num_pieces(length: int, tile: int, programs: int, processors: int) -> int:
     `programs` work on one piece of all rows.
 
     >>> [num_pieces(length, 64, programs=8, processors=132) for length in (1, 4096, 131072)]
-    [1, 64, 66]
+    [1, 64, 64]
     """
     most = triton.cdiv(_PROGRAMS_PER_PROCESSOR * processors, programs)
     per_piece = triton.cdiv(triton.cdiv(length, tile), most) * tile

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -92,6 +93,7 @@ class Engine:
         self._flights: deque[InFlight] = deque()
         self._arrivals: deque[Arrival] = deque()  # committed, not yet looked at
         self._updates: list[Update] = []  # for `step()`
+        self._inside = threading.Lock()  # held during a step
         self._inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
         self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens"), 0)
         self._closed = False
@@ -348,8 +350,16 @@ class Engine:
 
     def _turn(self) -> None:
         """Launch the next step and take in what the step before it brought."""
-        with deferred_interrupt():
-            self._turn_whole()
+        if not self._inside.acquire(blocking=False):
+            raise ContractError(
+                "Engine: a second thread called it during a step, expected one thread at a time; give each "
+                "thread an engine of its own, or put a lock around their calls"
+            )
+        try:
+            with deferred_interrupt():
+                self._turn_whole()
+        finally:
+            self._inside.release()
 
     def _turn_whole(self) -> None:
         self._deliver()

@@ -1,6 +1,7 @@
 """What users may rely on when they serve requests: reuse, endings, errors, room, order."""
 
 import gc
+import threading
 from typing import Any
 
 import numpy as np
@@ -685,3 +686,27 @@ def test_prompts_may_come_from_an_iterator(model: Any) -> None:
     with midstream.Engine(model, **OPTIONS) as engine:
         outputs = list(engine.generate((p for p in ([5, 6], [7])), params))
     assert [out.prompt_token_ids for out in outputs] == [(5, 6), (7,)]
+
+
+def test_a_second_thread_during_a_step_is_refused_and_harms_nobody(
+    model: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals: list[str] = []
+    with guarded_engine(model, **OPTIONS) as engine:
+        whole = engine._turn_whole
+
+        def call() -> None:
+            with pytest.raises(midstream.ContractError) as caught:
+                engine.step()
+            refusals.append(str(caught.value))
+
+        def turn() -> None:
+            other = threading.Thread(target=call)
+            other.start()
+            other.join()
+            whole()
+
+        monkeypatch.setattr(engine, "_turn_whole", turn)
+        prompt = draw(20, 1)
+        assert list(serve(engine, [prompt], 3)[0].token_ids) == oracle.greedy(prompt, 3)
+    assert refusals and all("one thread at a time" in text for text in refusals)
