@@ -80,6 +80,7 @@ def test_tokens_equal_full_forwards_although_every_step_is_a_replay(
     prompts, full = five_prompts(VOCAB), oracle_of(family)
     short = 64 if graphs == "piecewise" else 16  # longer steps are captured late
     monkeypatch.setattr(ladder, "LONG", (64,))
+    monkeypatch.setattr(ladder, "_LAST_SHORT", short)
     with (
         emulation(pace, (short,)),
         guarded_engine(build(family), migration=migration, graphs=graphs, **TINY) as engine,
