@@ -159,7 +159,7 @@ def test_a_kernel_that_reads_workspace_before_it_writes_it_is_caught():
         out.copy_(2 * x + 0 * torch.empty(3))
 
     spec = _define("test_workspace", cuda=adds_workspace)
-    with pytest.raises(AssertionError, match="12 elements of out hold what they held"):
+    with pytest.raises(AssertionError, match="elements of out hold what they held"):
         check_results(spec, CASES[0], torch.float32, CPU)
     assert not torch.are_deterministic_algorithms_enabled()
 
