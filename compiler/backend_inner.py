@@ -27,7 +27,6 @@ from midstream.compiler.backend_options import BackendOptions
 from midstream.compiler.one_token import fuse_projections
 from midstream.compiler.short_products import spell_out_short_products
 from midstream.compiler.static_attention import fuse_static_attention
-from midstream.compiler.traced import keeps_shapes
 from midstream.errors import UnsupportedError
 
 _LIBRARY = torch.library.Library("midstream", "FRAGMENT")
@@ -61,8 +60,6 @@ def compile_with_inductor(
 
 def fuse_one_token(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     """Rewrite what models compute for a single token.  Returns how many places."""
-    if not keeps_shapes(gm.graph):
-        return 0
     passes = (fuse_projections, fuse_static_attention, spell_out_short_products)
     return sum(rewrite(gm, device_type) for rewrite in passes)
 

@@ -22,8 +22,9 @@ from torch import fx
 
 from midstream.compiler import row_norm
 from midstream.compiler.row_norm import RowNorm, find_norm, is_row, is_vector
-from midstream.compiler.traced import are_known, calls_only, only_user, value_of
-from midstream.ops.gemv import DTYPES, MAX_WIDTH, gemv
+from midstream.compiler.traced import are_known, calls, calls_only, only_user, value_of
+from midstream.ops.gemv import MAX_WIDTH, gemv
+from midstream.ops.registry import DTYPES
 
 _LINEAR = torch.nn.functional.linear
 _SILU = torch.nn.functional.silu
@@ -52,7 +53,7 @@ def fuse_projections(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     """
     order = {node: place for place, node in enumerate(gm.graph.nodes)}
     found = 0
-    linears = list(gm.graph.find_nodes(op="call_function", target=_LINEAR))
+    linears = calls(gm.graph, _LINEAR)
     for node in sorted(linears, key=lambda node: only_user(node, _SILU) is None):  # gates take two
         projection = _projection(node, device_type) if node.users else None
         if projection is None:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from midstream.compiler.traced import arguments_of, is_on, value_of
+from midstream.compiler.traced import arguments_of, calls, is_on, value_of
+from midstream.ops.registry import DTYPES
 
 _MATMULS = (torch.bmm, torch.matmul, operator.matmul)
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FEW = 4  # results of a convolution
 _MOST_TAPS = 8  # each is spelled out
 
@@ -27,7 +27,7 @@ _MOST_TAPS = 8  # each is spelled out
 def spell_out_short_products(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     """Replace them in a graph that Dynamo traced and that needs no gradients.  Returns their number."""
     found = 0
-    for node in [node for node in gm.graph.nodes if node.op == "call_function"]:
+    for node in calls(gm.graph, *_MATMULS, torch.conv1d):
         by_sums = _by_sums(node, device_type)
         if by_sums is not None:
             function, args = by_sums
@@ -66,24 +66,23 @@ def depthwise_by_sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _by_sums(node: fx.Node, device_type: str) -> tuple[Any, tuple[Any, ...]] | None:
     """What computes the same, and its arguments; None for what stays as it is."""
-    if node.target in _MATMULS and len(node.args) == 2 and not node.kwargs:
+    if node.target in _MATMULS:
         return (product_by_sums, node.args) if _is_short_product(node, device_type) else None
-    if node.target is torch.conv1d:
-        args = arguments_of(
-            node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
-        )
-        if _is_short_depthwise(args, node, device_type):
-            return depthwise_by_sums, (args["input"], args["weight"], args["bias"])
-    return None
+    args = arguments_of(
+        node, input=None, weight=None, bias=None, stride=1, padding=0, dilation=1, groups=1
+    )
+    if not _is_short_depthwise(args, node, device_type):
+        return None
+    return depthwise_by_sums, (args["input"], args["weight"], args["bias"])
 
 
 def _is_short_product(node: fx.Node, device_type: str) -> bool:
-    if not is_on(device_type, *node.args, node):
+    if len(node.args) != 2 or node.kwargs or not is_on(device_type, *node.args, node):
         return False
     a, b, result = value_of(node.args[0]), value_of(node.args[1]), value_of(node)
     return (
         a.dtype == b.dtype == result.dtype  # another one under autocast
-        and a.dtype in _DTYPES
+        and a.dtype in DTYPES
         and a.dim() == b.dim() > 2  # a matrix may be weights, which compiler/one_token.py reads
         and a.shape[:-2] == b.shape[:-2]
         and 1 in (a.shape[-2], b.shape[-1])
@@ -95,20 +94,19 @@ def _is_short_depthwise(args: dict[str, Any], node: fx.Node, device_type: str) -
     if not is_on(device_type, *tensors, node):
         return False
     x, weight = value_of(args["input"]), value_of(args["weight"])
-    numbers = {
-        name: _single(args[name]) for name in ("stride", "padding", "dilation")
-    }  # each alone or in a tuple
+    stride, padding, dilation = (_single(args[n]) for n in ("stride", "padding", "dilation"))
     return (
         len({value_of(tensor).dtype for tensor in (*tensors, node)}) == 1  # another under autocast
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES
         and value_of(node).is_contiguous()
         and x.dim() == 3
         and args["groups"] == x.shape[1] == weight.shape[0]
-        and numbers == {"stride": 1, "padding": 0, "dilation": 1}
+        and (stride, padding, dilation) == (1, 0, 1)
         and 0 <= x.shape[2] - weight.shape[2] < _FEW
         and weight.shape[2] <= _MOST_TAPS
     )
 
 
 def _single(number: Any) -> Any:
+    """A number, also where it stands alone in a list."""
     return number[0] if isinstance(number, (tuple, list)) and len(number) == 1 else number

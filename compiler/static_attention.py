@@ -16,13 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from midstream.compiler.traced import arguments_of, calls_only, is_on, value_of
-from midstream.ops.static_attention_decode import (
-    DTYPES,
-    MAX_ROWS,
-    MAX_WIDTH,
-    static_attention_decode,
-)
+from midstream.compiler.traced import arguments_of, calls, calls_only, is_on, value_of
+from midstream.ops.registry import DTYPES
+from midstream.ops.static_attention_decode import MAX_ROWS, MAX_WIDTH, static_attention_decode
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _PURE = (operator.getitem, "expand", "reshape")  # between the repetition and the attention
@@ -43,7 +39,7 @@ class _Attention:
 def fuse_static_attention(gm: fx.GraphModule, device_type: str = "cuda") -> int:
     """Replace it in a graph that Dynamo traced and that needs no gradients.  Returns how often."""
     found = 0
-    for node in gm.graph.find_nodes(op="call_function", target=_ATTENTION):
+    for node in calls(gm.graph, _ATTENTION):
         attention = _attention(node, device_type)
         if attention is not None:
             _replace(gm.graph, node, attention)

@@ -17,11 +17,14 @@ _RESHAPING = frozenset(  # in place
 )  # fmt: skip
 
 
-def keeps_shapes(graph: fx.Graph) -> bool:
-    """Whether no tensor gets another shape in place: `value_of` says what it is at the end of the graph."""
-    return all(
-        getattr(node.target, "__name__", node.target) not in _RESHAPING for node in graph.nodes
-    )
+def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
+    """The calls of these functions, in order: what a pass may replace.
+
+    None where a tensor gets another shape in place, for `value_of` says what it is at the end of the graph.
+    """
+    if any(getattr(node.target, "__name__", node.target) in _RESHAPING for node in graph.nodes):
+        return []
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in targets]
 
 
 def value_of(node: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 
 from midstream.graphs.dispatch import Form, Forms, GraphKey, Ladder, decode_key, decode_sizes
@@ -12,7 +13,6 @@ LONG = (
     *range(768, 2048, 256), *range(2048, 4096, 512), *range(4096, 8193, 1024)
 )  # fmt: skip
 _FEW_ROWS = 8
-_LAST_SHORT = SHORT[-1]
 
 
 def ladder(max_rows: int) -> tuple[int, ...]:
@@ -27,6 +27,11 @@ def ladder(max_rows: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in sizes if n <= max_rows}))
 
 
+def chunks_of(tokens: int, rows: int) -> int:
+    """Chunks that a captured step has room for: of the grid and of blocks, and each row's ends."""
+    return tokens // 32 + 2 * rows
+
+
 def chunk_ladder(
     max_rows: int, max_tokens: int, sizes: Iterable[int] = SHORT, in_pieces: bool = False
 ) -> tuple[GraphKey, ...]:
@@ -36,12 +41,29 @@ def chunk_ladder(
     [(64, 8), (64, 32), (128, 8), (128, 32)]
     """
     keys = [
-        GraphKey(tokens, max(rows, 2), tokens // 32 + 2 * rows, in_pieces)
+        GraphKey(tokens, max(rows, 2), chunks_of(tokens, rows), in_pieces)
         for tokens in sizes
         for rows in {min(_FEW_ROWS, max_rows), max_rows}
         if rows <= tokens <= max_tokens
     ]
     return tuple(sorted(keys))
+
+
+def chunk_sizes(limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens of captured steps with prompt chunks, short ones and long ones; the last takes `limit` tokens.
+
+    >>> chunk_sizes(1000)
+    ((64, 128, 256, 512), (768, 1000))
+    >>> chunk_sizes(100)
+    ((64, 104), ())
+    """
+    sizes = [size for size in (*SHORT, *LONG) if size <= limit]
+    end = -(-limit // 8) * 8  # compiled code takes multiples of 8
+    while sizes and sizes[-1] < limit:
+        step = sizes[-1] // 8 if sizes[-1] >= LONG[-1] else end
+        sizes.append(min(sizes[-1] + step, end))
+    short = bisect_right(sizes, SHORT[-1])
+    return tuple(sizes[:short]), tuple(sizes[short:])
 
 
 def is_late(key: GraphKey) -> bool:
@@ -58,14 +80,11 @@ def ladder_of(
         sizes = ladder(min(max_rows * (1 + drafts), max_step_tokens))
         rows = decode_sizes(sizes, min(max_rows, max_step_tokens // (1 + drafts)), drafts)
         decode = tuple(decode_key(n, drafts, forms.decode == "pieces") for n in rows)
-    limit = min(max_step_tokens, graph_tokens)
-    long = [size for size in LONG if size < limit]
-    if limit > _LAST_SHORT:
-        long.append(-(-limit // 8) * 8)  # what a full step has; compiled code takes multiples of 8
+    short, long = chunk_sizes(min(max_step_tokens, graph_tokens))
 
-    def keys(form: Form, sizes: Iterable[int]) -> tuple[GraphKey, ...]:
-        if form == "eager":
+    def keys(form: Form, sizes: tuple[int, ...]) -> tuple[GraphKey, ...]:
+        if form == "eager" or not sizes:
             return ()
-        return chunk_ladder(max_rows, -(-limit // 8) * 8, sizes, form == "pieces")
+        return chunk_ladder(max_rows, sizes[-1], sizes, form == "pieces")
 
-    return Ladder(decode, (*keys(forms.short, SHORT), *keys(forms.long, long)))
+    return Ladder(decode, (*keys(forms.short, short), *keys(forms.long, long)))

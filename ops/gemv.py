@@ -24,9 +24,8 @@ from torch import Tensor
 
 from midstream.errors import ContractError
 from midstream.ops.dependent_launch import after_previous, dependent_launch
-from midstream.ops.registry import Args, OpCase, Tolerance, define_op
+from midstream.ops.registry import DTYPES, Args, OpCase, Tolerance, define_op
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # in any mixture
 MAX_WIDTH = 16384  # inputs: a program keeps whole rows in registers
 _ELEMENTS = 8192  # of weights per program, unless a row has more
 _ELEMENTS_PER_WARP = 2048

@@ -29,6 +29,7 @@ from midstream.ops.interception import interceptable
 
 NULL_PAGE = 0  # never handed out; reading it means no history, writing it means padding
 PADDING = -1  # row_slot, chunk_row and kv_slot of padding
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of data that kernels take
 LAUNCH_ALIGN = 128  # bytes; pages and regions start on multiples of it
 
 _OURS = "midstream"

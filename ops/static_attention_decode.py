@@ -24,9 +24,8 @@ from midstream.errors import ContractError
 from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.paged_kv import TOLERANCE, check_shared_heads
 from midstream.ops.paged_tile import num_processors, score_factors, tile_positions
-from midstream.ops.registry import Args, OpCase, define_op
+from midstream.ops.registry import DTYPES, Args, OpCase, define_op
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_WIDTH = 256  # of a head
 MAX_ROWS = 65535  # of a launch's second and third axis
 _HEADS = 16  # query heads of a program: what a matrix unit takes

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.errors import ContractError
 from midstream.ops.case_data import slice_of_wider
@@ -31,7 +32,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _SEED = 20
 _OTHER_SEED = 21
 _NO_DRIVER = "0 active drivers"  # what Triton says where it has nothing to launch on
-_GARBAGE = (float("nan"), 77.0)  # what results hold before the run
+_GARBAGE = (float("nan"), 77.0)  # what results, and memory that the run takes, hold before it
+_UNWRITTEN = (
+    torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default, torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +310,7 @@ def _same_from_any_garbage(
             value = args[name]
             is_number = value.is_floating_point() or garbage == garbage
             value.fill_(garbage if is_number else -77)
-        with _workspace_of_nan(garbage != garbage):
+        with _FilledWorkspace(garbage):
             run(**args)
         after.append({name: args[name].cpu() for name in results})
     one, other = after
@@ -314,16 +320,28 @@ def _same_from_any_garbage(
     }
 
 
-@contextmanager
-def _workspace_of_nan(active: bool) -> Iterator[None]:
-    """While active, `torch.empty` gives NaN, or the largest integers."""
-    was = torch.are_deterministic_algorithms_enabled()
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(active or was, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(was, warn_only=warns)
+class _FilledWorkspace(TorchDispatchMode):
+    """Memory that is taken inside holds what it is given: left as it comes, it may hold an earlier run's."""
+
+    def __init__(self, garbage: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._garbage = garbage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _UNWRITTEN:
+            result.fill_(_garbage_of(result.dtype, self._garbage))
+        return result
+
+
+def _garbage_of(dtype: torch.dtype, garbage: float) -> float:
+    """Another number for each entry of `_GARBAGE`, whatever the dtype."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return garbage
+    first = garbage != garbage
+    if dtype == torch.bool:
+        return first
+    return torch.iinfo(dtype).max if first else 77
 
 
 def _write_contents(bound: Args, fresh: Args) -> None:

@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,7 +93,7 @@ class Engine:
         self._flights: deque[InFlight] = deque()
         self._arrivals: deque[Arrival] = deque()  # committed, not yet looked at
         self._updates: list[Update] = []  # for `step()`
-        self._inside = threading.Lock()  # held during a step
+        self._inside = threading.RLock()  # held during a step
         self._inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
         self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens"), 0)
         self._closed = False
@@ -350,16 +350,8 @@ class Engine:
 
     def _turn(self) -> None:
         """Launch the next step and take in what the step before it brought."""
-        if not self._inside.acquire(blocking=False):
-            raise ContractError(
-                "Engine: a second thread called it during a step, expected one thread at a time; give each "
-                "thread an engine of its own, or put a lock around their calls"
-            )
-        try:
-            with deferred_interrupt():
-                self._turn_whole()
-        finally:
-            self._inside.release()
+        with self._alone(), deferred_interrupt():
+            self._turn_whole()
 
     def _turn_whole(self) -> None:
         self._deliver()
@@ -565,7 +557,23 @@ class Engine:
             ) as bar:
                 runner.graphs.warm_up(missing, lambda _: bar.update())
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads out.  Raises ContractError where one is inside of a step."""
+        if not self._inside.acquire(blocking=False):
+            raise ContractError(
+                "Engine: a second thread called it during a step, expected one thread at a time; give each "
+                "thread an engine of its own, or put a lock around their calls"
+            )
+        try:
+            yield
+        finally:
+            self._inside.release()
+
     def _check_open(self) -> None:
+        """Before anything that users call."""
+        with self._alone():
+            pass
         if self._closed:
             raise ContractError(
                 "Engine: the engine is closed; expected an open one; make a new one, or close it later"

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from midstream.compiler.context import StepView
+from midstream.graphs.ladder import chunks_of
 from midstream.graphs.queue import DeviceQueue, queue_of
 from midstream.graphs.table import GraphKey
 from midstream.ops import host_rows
@@ -40,12 +41,13 @@ class StageLimits:
 
 
 def stage_limits(max_rows: int, max_step_tokens: int, state_block: int) -> StageLimits:
-    """Sizes that no step exceeds: each row may add two cuts to those of the chunk and block grids."""
+    """Sizes that no step exceeds, padded ones included; each row may add two cuts to those of both grids."""
     grids = max_step_tokens // CHUNK + max_step_tokens // state_block
+    tokens = max(8, -(-max_step_tokens // 8) * 8)
     return StageLimits(
         max_rows=max(max_rows, 2),
-        max_step_tokens=max(8, -(-max_step_tokens // 8) * 8),
-        max_chunks=grids + 4 * max_rows + 8,
+        max_step_tokens=tokens,
+        max_chunks=max(grids + 4 * max_rows + 8, chunks_of(tokens, max_rows)),
         max_deltas=max(1024, 4 * max_rows),
     )
 

@@ -159,9 +159,33 @@ def test_a_kernel_that_reads_workspace_before_it_writes_it_is_caught():
         out.copy_(2 * x + 0 * torch.empty(3))
 
     spec = _define("test_workspace", cuda=adds_workspace)
-    with pytest.raises(AssertionError, match="elements of out hold what they held"):
+    with pytest.raises(AssertionError, match="12 elements of out hold what they held"):
         check_results(spec, CASES[0], torch.float32, CPU)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("left", [torch.nan, 77.0, 0.0])
+def test_workspace_is_seen_to_be_read_whatever_an_earlier_run_has_left_in_it(left):
+    """An allocator gives the same memory again, and with it the NaN that was to show the fault."""
+
+    def adds_workspace(out, x):
+        taken = [torch.full((3,), left) for _ in range(50)]
+        del taken
+        out.copy_(2 * x + 0 * torch.empty(3))
+
+    spec = _define(f"test_workspace_{left:.0f}", cuda=adds_workspace)
+    with pytest.raises(AssertionError, match="12 elements of out hold what they held"):
+        check_results(spec, CASES[0], torch.float32, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.bool], ids=str)
+def test_workspace_of_other_dtypes_is_seen_to_be_read(dtype):
+    def adds_workspace(out, x):
+        out.copy_(2 * x + torch.empty(3, dtype=dtype))
+
+    spec = _define(f"test_workspace_{dtype}".replace("torch.", ""), cuda=adds_workspace)
+    with pytest.raises(AssertionError, match="12 elements of out hold what they held"):
+        check_results(spec, CASES[0], torch.float32, CPU)
 
 
 def _define_for_slices(name, cuda):

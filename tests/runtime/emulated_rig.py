@@ -112,14 +112,22 @@ def recordable_hashes() -> Iterator[None]:
 
 
 @contextmanager
-def emulation(pace: str = "late", tokens: tuple[int, ...] = (16, 64)) -> Iterator[None]:
-    """All engines made inside capture their steps and replay them; long chunk steps run eagerly.
+def emulation(
+    pace: str = "late", tokens: tuple[int, ...] = (16, 64), late: tuple[int, ...] = ()
+) -> Iterator[None]:
+    """All engines made inside capture their steps and replay them; longer chunk steps run eagerly.
 
-    `tokens`: of the chunk steps that are captured.
+    `tokens`: of the chunk steps that are captured at the start; `late`: when one first comes.
     """
+
+    def chunk_sizes(limit: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        short, long = ([n for n in sizes if n <= limit] for sizes in (tokens, late))
+        return tuple(short), tuple(long)
+
     with pytest.MonkeyPatch.context() as patch, recordable_hashes():
         patch.setenv("MIDSTREAM_EMULATE", pace)
         patch.setattr(ladder, "SHORT", tokens)
+        patch.setattr(ladder, "chunk_sizes", chunk_sizes)
         yield
 
 

@@ -22,7 +22,6 @@ from test_engine import (  # noqa: F401
 from tiny_models import FAMILIES, VOCAB, build
 
 import midstream
-from midstream.graphs import ladder
 
 TINY = {
     "state_block": 16, "kv_block": 4, "max_rows": 4, "num_state_pages": 60, "num_kv_pages": 200,
@@ -75,14 +74,12 @@ def oracle_of(family: str) -> Oracle:
 
 @pytest.mark.parametrize(("family", "migration", "graphs", "pace"), RUNS)
 def test_tokens_equal_full_forwards_although_every_step_is_a_replay(
-    family: str, migration: str, graphs: str, pace: str, monkeypatch: pytest.MonkeyPatch
+    family: str, migration: str, graphs: str, pace: str
 ) -> None:
     prompts, full = five_prompts(VOCAB), oracle_of(family)
-    short = 64 if graphs == "piecewise" else 16  # longer steps are captured late
-    monkeypatch.setattr(ladder, "LONG", (64,))
-    monkeypatch.setattr(ladder, "_LAST_SHORT", short)
+    short, late = ((64,), ()) if graphs == "piecewise" else ((16,), (64,))
     with (
-        emulation(pace, (short,)),
+        emulation(pace, short, late),
         guarded_engine(build(family), migration=migration, graphs=graphs, **TINY) as engine,
     ):
         alone = [serve(engine, [prompt], 10)[0] for prompt in prompts]

@@ -696,9 +696,10 @@ def test_a_second_thread_during_a_step_is_refused_and_harms_nobody(
         whole = engine._turn_whole
 
         def call() -> None:
-            with pytest.raises(midstream.ContractError) as caught:
-                engine.step()
-            refusals.append(str(caught.value))
+            for refused in (engine.step, lambda: engine.add(prompt), lambda: engine.abort(handle)):
+                with pytest.raises(midstream.ContractError) as caught:
+                    refused()
+                refusals.append(str(caught.value))
 
         def turn() -> None:
             other = threading.Thread(target=call)
@@ -707,6 +708,6 @@ def test_a_second_thread_during_a_step_is_refused_and_harms_nobody(
             whole()
 
         monkeypatch.setattr(engine, "_turn_whole", turn)
-        prompt = draw(20, 1)
+        prompt, handle = draw(20, 1), midstream.Handle(0)
         assert list(serve(engine, [prompt], 3)[0].token_ids) == oracle.greedy(prompt, 3)
     assert refusals and all("one thread at a time" in text for text in refusals)

@@ -46,7 +46,7 @@ def line(config: ResolvedConfig, device: torch.device = CPU, tokenizer: object =
     ("options", "device", "graphs"),
     [
         ({}, GPU, "graphs=rows 1-256, prompts to 8192 "),
-        ({"graph_tokens": 512}, GPU, "graphs=rows 1-256, prompts to 512 "),
+        ({"graph_tokens": 700}, GPU, "graphs=rows 1-256, prompts to 704 "),
         ({"max_rows": 6, "max_step_tokens": 16}, GPU, "graphs=rows 1-6 "),
         ({}, CPU, "graphs=none (no CUDA) "),
         ({"graphs": "off"}, GPU, "graphs=none (off) "),
