@@ -26,8 +26,8 @@ from torch import Tensor
 from midstream.compiler.attention import PagedCache
 from midstream.compiler.changes import WAY_BACK, Changes
 from midstream.compiler.compiled_options import (
+    OPTIONS,
     STATE_DTYPES,
-    check_known,
     check_options,
     check_outputs,
     longest,
@@ -38,7 +38,13 @@ from midstream.compiler.row_cache import MidstreamCache
 from midstream.compiler.row_memory import RowMemory
 from midstream.compiler.row_steps import Mask, RowSteps
 from midstream.compiler.validation import check_model, device_of
-from midstream.errors import CapacityError, ConfigError, ContractError, UnsupportedError
+from midstream.errors import (
+    CapacityError,
+    ConfigError,
+    ContractError,
+    UnsupportedError,
+    check_known,
+)
 from midstream.graphs.captured import Capturer
 
 _NO_CACHE_ASKED = (None, "dynamic")  # the second is the name of transformers' default
@@ -240,7 +246,7 @@ def compile(  # as in torch.compile
         UnsupportedError: a model without lowering.
         ContractError: the model is lowered already.
     """
-    check_known(unknown)
+    check_known("midstream.compile", unknown, OPTIONS)
     check_model(model)
     check_options(max_batch, max_len, kv_block, graphs, compile, state_dtype)
     check_outputs(model)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -12,7 +10,7 @@ from midstream.errors import ConfigError, UnsupportedError
 
 _LONGEST = 4096  # default of max_len: all memory is taken at the start
 _MOST = 2**30
-_OPTIONS = ("max_batch", "max_len", "graphs", "compile", "kv_block", "state_dtype")
+OPTIONS = ("max_batch", "max_len", "graphs", "compile", "kv_block", "state_dtype")
 STATE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -51,14 +49,6 @@ def check_options(
         raise ConfigError(
             f"midstream.compile: state_dtype={state_dtype!r}; expected one of {', '.join(STATE_DTYPES)}"
         )
-
-
-def check_known(unknown: Iterable[str]) -> None:
-    """Raises ConfigError for the first unknown option, naming its neighbour."""
-    for name in unknown:
-        near = get_close_matches(name, _OPTIONS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(_OPTIONS)}"
-        raise ConfigError(f"midstream.compile: unknown option {name!r}; {hint}")
 
 
 def check_outputs(model: Any) -> None:

@@ -324,7 +324,7 @@ class _FilledWorkspace(TorchDispatchMode):
     """Memory that is taken inside holds what it is given: left as it comes, it may hold an earlier run's."""
 
     def __init__(self, garbage: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._garbage = garbage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -6,14 +6,13 @@ The options of an engine: `EngineConfig` is what the user asked for, None means 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, check_known
 from midstream.graphs.dispatch import MODES, GraphKey, Ladder, resolve_forms
 from midstream.graphs.ladder import chunk_ladder as chunk_ladder  # public from here too
 from midstream.graphs.ladder import ladder as ladder
@@ -79,12 +78,7 @@ def engine_config(options: Mapping[str, Any]) -> EngineConfig:
     ...
     midstream.errors.ConfigError: Engine: unknown option 'max_row'; did you mean 'max_rows'?
     """
-    known = [field.name for field in fields(EngineConfig)]
-    for name in options:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-            raise ConfigError(f"Engine: unknown option {name!r}; {hint}")
+    check_known("Engine", options, [field.name for field in fields(EngineConfig)])
     return EngineConfig(**options)
 
 

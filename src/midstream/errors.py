@@ -10,6 +10,11 @@ Every error that midstream raises on purpose.
 A message says who speaks, what was found, what was expected, and what to do.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
 
 class MidstreamError(Exception):
     """Base of all errors raised on purpose."""
@@ -29,3 +34,12 @@ class CapacityError(MidstreamError, RuntimeError):
 
 class UnsupportedError(MidstreamError, NotImplementedError):
     """Valid PyTorch or a valid model that midstream refuses."""
+
+
+def check_known(who: str, given: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for the first name that is not known, with the one that was meant or with all."""
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise ConfigError(f"{who}: unknown option {name!r}; {hint}")
