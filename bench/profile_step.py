@@ -39,16 +39,15 @@ def main() -> None:
     ) as engine:
         draw = np.random.default_rng(0)
         params = midstream.SamplingParams(max_tokens=1500, temperature=0)
-        for _ in range(args.rows):
-            engine.add(draw.integers(3, 1000, 64), params)
+        handles = [engine.add(draw.integers(3, 1000, 64), params) for _ in range(args.rows)]
         for _ in range(_STEPS_TO_DECODE):
             engine.step()
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
             for _ in range(args.steps):
                 engine.step()
             torch.cuda.synchronize()
-        for handle in list(engine._requests):
-            engine.abort(midstream.Handle(handle))
+        for handle in handles:
+            engine.abort(handle)
         engine.step()
         engine.step()
     report(prof.events(), args.steps, vars(args))

@@ -24,7 +24,7 @@ from torch._inductor.exc import InductorError
 
 from midstream.compiler.backend_analysis import GraphFacts
 from midstream.compiler.backend_options import BackendOptions
-from midstream.compiler.one_token import fuse_projections
+from midstream.compiler.projections import fuse_projections
 from midstream.compiler.short_products import spell_out_short_products
 from midstream.compiler.static_attention import fuse_static_attention
 from midstream.errors import UnsupportedError

@@ -28,8 +28,8 @@ from midstream.compiler.families.mixer import (
     export_alignment,
 )
 from midstream.compiler.layout import KvLayout, StateLayout
-from midstream.compiler.one_token import inductor_with_projections
 from midstream.compiler.pieces import Backend, compile_pieces, distinct_sizes
+from midstream.compiler.projections import decoding, inductor_with_projections, project_few
 from midstream.compiler.validation import (
     check_attention,
     check_lowering,
@@ -98,7 +98,12 @@ class LoweredModel:
             raise ContractError(
                 "LoweredModel: forward() after undo(), expected a lowered model; call lower() again"
             )
-        with torch.no_grad(), self._on_device, self._context.running(step), self._sizes():
+        with ExitStack() as around:
+            around.enter_context(torch.no_grad())
+            around.enter_context(self._on_device)
+            around.enter_context(self._context.running(step))
+            around.enter_context(self._sizes())
+            around.enter_context(decoding(step.kind == "decode"))
             output = self.model(
                 input_ids=step.token_id[None],
                 position_ids=step.position[None],
@@ -135,7 +140,7 @@ def lower(
         experts: transformers' experts implementation.  None: the one that reads nothing on the host and
             needs the least memory, see `default_experts`.
         backend: what `torch.compile` uses when `compile_mode` is "inductor"; by default Inductor, behind
-            `one_token.fuse_projections`.
+            `projections.fuse_projections`.
 
     Raises:
         UnsupportedError: for a family, layer or option without a lowering.
@@ -165,6 +170,7 @@ def lower(
         _bind_sites(sites, layout, kv_layout, context, changes)
         if compile_mode == "inductor":
             compile_pieces(_pieces(model), changes, backend)
+            _project_head(model, changes)
         lowered = LoweredModel(
             model, layout, kv_layout, context, changes, compile_mode == "inductor", alignment
         )
@@ -255,6 +261,21 @@ def _bind_sites(
         binding = MixerBinding(context, _offset(temporal, device), _offset(conv, device))
         changes.set(site.module, BINDING, binding)
         changes.set(site.module, "forward", types.MethodType(site.kind.forward, site.module))
+
+
+def _project_head(model: Any, changes: Changes) -> None:
+    """Let our kernels compute the logits on a GPU, of as many rows as a step has.
+
+    The head is no piece: it runs once in a step, which is not worth a compilation for each kind.
+    """
+    head = model.get_output_embeddings()
+    is_plain = type(head) is nn.Linear and head.bias is None and "forward" not in vars(head)
+    if is_plain and device_of(model).type == "cuda":
+        changes.set(head, "forward", types.MethodType(_forward_head, head))
+
+
+def _forward_head(self: Any, hidden_states: Tensor) -> Tensor:
+    return project_few(hidden_states, self.weight)
 
 
 def _offset(elements: int, device: torch.device) -> Tensor:

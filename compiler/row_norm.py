@@ -1,17 +1,18 @@
 """
-Finds the RMSNorm of one row in a traced graph, however models write it.
+Finds the RMSNorm of rows in a traced graph, however models write it.
 
     weight * cast(h * rsqrt(mean(h^2, -1) + eps))     Llama
     cast((1 + weight) * (h * rsqrt(...)))             Gemma, Qwen3-Next
     rms_norm(h, sizes, weight, eps)                   torch
+    cast(norm(h) * silu(gate)), norm(h * silu(gate))  gated
 
-Casts may stand anywhere between float32 and the dtype of the result, and so may views that keep the row.
+Casts may stand anywhere between float32 and the dtype of the result, and so may views that keep the rows.
 """
 
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensor
 
-from midstream.compiler.traced import are_known, value_of
+from midstream.compiler.traced import are_known, have_same_shape, rows_of, value_of
 
 CASTS = ("to", "float", "type_as")
 VIEWS = ("view", "reshape")
@@ -28,30 +29,68 @@ RMS_NORM = torch.rms_norm
 
 @dataclass(frozen=True, slots=True)
 class RowNorm:
-    """x * rsqrt(mean(x^2) + eps) * (weight + shift); `nodes` compute it, each behind those that it reads."""
+    """x * rsqrt(mean(x^2) + eps) * (weight + shift); `nodes` compute it, each behind those that it reads.
+
+    With a gate it is that of x * silu(gate), or it is times silu(gate).
+    """
 
     nodes: tuple[fx.Node, ...]
     x: fx.Node
     weight: fx.Node
     eps: float
     shift: float = 0.0
+    gate: fx.Node | None = None
+    gate_first: bool = False
 
 
 def find_norm(result: fx.Node) -> RowNorm | None:
-    """The norm that `result`, a row, is of another row; None if it is none.
+    """The norm that `result`, rows, is of other rows; None if it is none.
 
     It computes in float32 and rounds to the dtype of `result` only; other roundings mean something.
     """
     like = value_of(result)
+    if like is None or rows_of(like, like.shape[-1]) is None:
+        return None
     node, casts = _uncast(result, like)
     found = _norm_of_torch(node, casts) or _written_norm(node, casts, like)
     return found if found is not None and _fits(found, like) else None
 
 
-def is_row(value: FakeTensor, width: int) -> bool:
-    """One row of this width."""
-    known = value.dim() > 0 and are_known(*value.shape)
-    return known and value.numel() == value.shape[-1] == width
+def find_gated_norm(result: fx.Node) -> RowNorm | None:
+    """As `find_norm`, with a gate where there is one."""
+    like, norm = value_of(result), find_norm(result)
+    if norm is not None:
+        gated = _gated(norm.x, like)
+        if gated is None:
+            return norm
+        h, gate, nodes = gated
+        return replace(norm, nodes=(*nodes, *norm.nodes), x=h, gate=gate, gate_first=True)
+    if like is None or rows_of(like, like.shape[-1]) is None:
+        return None
+    product, casts = _uncast(result, like)
+    gated = _gated(product, like)
+    norm = find_norm(gated[0]) if gated is not None else None
+    if gated is None or norm is None:
+        return None
+    return replace(norm, nodes=(*norm.nodes, *gated[2], *casts), gate=gated[1])
+
+
+def _gated(
+    product: fx.Node, like: FakeTensor
+) -> tuple[fx.Node, fx.Node, tuple[fx.Node, ...]] | None:
+    """h * silu(gate): h and the gate, and what computes it of them."""
+    if product.target is not operator.mul or not _are_nodes(*product.args):
+        return None
+    factors: Any = product.args
+    for normed, factor in permutations(factors):
+        if factor.target is torch.nn.functional.silu:
+            h, casts = _uncast(normed, like)
+            gate, more = _uncast(factor.args[0], like)
+            width, value, gates = like.shape[-1], value_of(h), value_of(gate)
+            fits = value is not None and gates is not None and have_same_shape(value, gates)
+            if fits and all(rows_of(v, width, apart=True) is not None for v in (value, gates)):
+                return h, gate, (*casts, *more, factor, product)
+    return None
 
 
 def is_vector(node: Any, size: int) -> bool:
@@ -116,12 +155,12 @@ def _shifted(node: fx.Node, like: FakeTensor) -> tuple[fx.Node, float, tuple[fx.
 
 
 def _fits(norm: RowNorm, like: FakeTensor) -> bool:
-    """It reads one row, scales each element, and rounds to nothing else than its result does."""
+    """It reads rows, scales each element, and rounds to nothing else than its result does."""
     x, weight = value_of(norm.x), value_of(norm.weight)
     width, dtypes = like.shape[-1], (torch.float32, like.dtype)
     return (
         x is not None
-        and is_row(x, width)
+        and rows_of(x, width) is not None
         and x.stride(-1) == 1
         and x.dtype in dtypes
         and is_vector(norm.weight, width)
@@ -132,14 +171,14 @@ def _fits(norm: RowNorm, like: FakeTensor) -> bool:
 def _uncast(node: Any, like: FakeTensor) -> tuple[fx.Node, tuple[fx.Node, ...]]:
     """What `node` is a cast or a view of, and these in the order of the graph."""
     casts: list[fx.Node] = []
-    while _keeps_row(node, like):
+    while _keeps_rows(node, like):
         casts.append(node)
         node = node.args[0]
     return node, tuple(reversed(casts))
 
 
-def _keeps_row(node: fx.Node, like: FakeTensor) -> bool:
-    """Whether this casts or views a row, on one device."""
+def _keeps_rows(node: fx.Node, like: FakeTensor) -> bool:
+    """Whether this casts or views rows, on one device."""
     sizes_only = not node.kwargs and not any(isinstance(arg, torch.dtype) for arg in node.args)
     value, source = value_of(node), value_of(node.args[0]) if node.args else None
     return (
@@ -149,7 +188,7 @@ def _keeps_row(node: fx.Node, like: FakeTensor) -> bool:
         and source is not None
         and value.dtype in (torch.float32, like.dtype)
         and value.device == source.device
-        and is_row(value, like.shape[-1])
+        and rows_of(value, like.shape[-1]) is not None
     )
 
 

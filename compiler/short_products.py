@@ -83,7 +83,7 @@ def _is_short_product(node: fx.Node, device_type: str) -> bool:
     return (
         a.dtype == b.dtype == result.dtype  # another one under autocast
         and a.dtype in DTYPES
-        and a.dim() == b.dim() > 2  # a matrix may be weights, which compiler/one_token.py reads
+        and a.dim() == b.dim() > 2  # a matrix may be weights, which compiler/projections.py reads
         and a.shape[:-2] == b.shape[:-2]
         and 1 in (a.shape[-2], b.shape[-1])
     )

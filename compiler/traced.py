@@ -41,6 +41,36 @@ def are_known(*sizes: Any) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
+def rows_of(value: FakeTensor, width: int, *, apart: bool = False) -> Any:
+    """How many rows of this width a tensor is: a number or a symbol; None for others.
+
+    One follows the other, unless they may lie `apart`.  All but one of its outer axes are known to be of
+    length one.
+    """
+    if not value.dim() or not are_known(value.shape[-1], width) or value.shape[-1] != width:
+        return None
+    if are_known(*value.shape) and value.numel() == width:
+        return 1
+    axes = [n for n, size in enumerate(value.shape[:-1]) if not (are_known(size) and size == 1)]
+    pitch, gap = value.stride(axes[0]) if len(axes) == 1 else None, value.stride(-1)
+    follow = apart or (are_known(pitch) and pitch == width)
+    return (
+        value.shape[axes[0]] if len(axes) == 1 and follow and are_known(gap) and gap == 1 else None
+    )
+
+
+def have_same_shape(one: FakeTensor, other: FakeTensor) -> bool:
+    """Whether all sizes are equal; symbols are where they stand for the same expression."""
+    return one.dim() == other.dim() and all(
+        a == b if are_known(a, b) else not are_known(a) and not are_known(b) and _same_symbol(a, b)
+        for a, b in zip(one.shape, other.shape, strict=True)
+    )
+
+
+def _same_symbol(one: Any, other: Any) -> bool:
+    return bool(one.node.expr == other.node.expr)  # as expressions: comparing symbols binds them
+
+
 def is_on(device_type: str, *nodes: Any) -> bool:
     """Whether all nodes are tensors of known sizes on such a device."""
     values = [value_of(node) for node in nodes]

@@ -22,7 +22,11 @@ class Fault:
 
 
 # a helper's faults show in the op that uses it
-_TESTED_BY = {"token_filter": "sample", "gated_delta_tokens": "gated_delta_chunk"}
+_TESTED_BY = {
+    "token_filter": "sample",
+    "gated_delta_tokens": "gated_delta_chunk",
+    "finish_rows": "skinny_linear",
+}
 
 FAULTS = (
     Fault(
@@ -354,5 +358,79 @@ FAULTS = (
         "values lie as far apart as padded heads",
         "v_at + place[:, None] * v_place",
         "v_at + place[:, None] * WIDTH",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "what lies behind a row of weights is summed",
+        "            weight_in &= k[None, :] + ahead < K\n",
+        "",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "all parts multiply the first inputs",
+        "k = part * (TURNS * TILE_K) + tl.arange(0, TILE_K)",
+        "k = tl.arange(0, TILE_K)",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "the second matrix is the gate",
+        "y = gate * tl.sigmoid(gate) * y",
+        "y = y * tl.sigmoid(y) * gate",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "rows of x as far apart as they are wide",
+        "row.to(tl.int64)[:, None] * x_pitch",
+        "row.to(tl.int64)[:, None] * K",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "rows beyond the last one are written",
+        "inside = (row[None, :] < R) & (n[:, None] < N)",
+        "inside = (row[None, :] < TILE_R) & (n[:, None] < N)",
+    ),
+    Fault(
+        "ops/skinny_linear.py",
+        "parts of the gate lie on those of the product",
+        "out_ptr + (S + part) * part_size",
+        "out_ptr + part * part_size",
+    ),
+    Fault(
+        "ops/finish_rows.py",
+        "the last part is lost",
+        """        place = part * part_pitch + row * row_pitch + n
+        y +=""",
+        """        place = tl.maximum(part - 1, 0) * part_pitch + row * row_pitch + n
+        y +=""",
+    ),
+    Fault(
+        "ops/finish_rows.py",
+        "a norm of the padded width",
+        "tl.sum(row * row, 0) / N + eps",
+        "tl.sum(row * row, 0) / row.shape[0] + eps",
+    ),
+    Fault(
+        "ops/finish_rows.py",
+        "the norm is that of the row without its residual",
+        "(y * scale * weight).to(",
+        "((y - tl.load(residual_ptr + row * N + n, mask=inside, other=0.0)) * scale * weight).to(",
+    ),
+    Fault(
+        "ops/rms_norm.py",
+        "the gate comes behind the norm where it belongs in front",
+        "        if GATE_FIRST:\n            h *= gate\n",
+        "        if False:\n            h *= gate\n",
+    ),
+    Fault(
+        "ops/rms_norm.py",
+        "gates of one row as far from those of the next as rows of x",
+        "gate_ptr + row * gate_pitch",
+        "gate_ptr + row * N",
+    ),
+    Fault(
+        "ops/rms_norm.py",
+        "a shift of the norm's weight is lost",
+        "other=0.0).to(tl.float32) + shift",
+        "other=0.0).to(tl.float32)",
     ),
 )

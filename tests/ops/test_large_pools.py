@@ -88,7 +88,7 @@ def check_high_pages(
     high = moved_up(low, arenas, page_ids, below)
     spec.launch(**low)
     spec.launch(**high)
-    for name in {*written_args(spec), *arenas}:
+    for name in {*written_args(spec, low), *arenas}:
         have, want = high[name], low[name]
         if name in arenas:
             assert (have.shape[0] - want.shape[0]) * have.stride(0) >= below

@@ -1,4 +1,4 @@
-"""Projections of one token become one kernel each, and nothing else does."""
+"""Projections of one token, and of a few, become one kernel each, and nothing else does."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
-from midstream.compiler import backend_inner, lower
-from midstream.compiler.one_token import fuse_projections
+from midstream.compiler import backend_inner, lower, projections
+from midstream.compiler.pieces import distinct_sizes
+from midstream.compiler.projections import (
+    decoding,
+    fuse_projections,
+    norm_rows,
+    project_rows,
+)
 from midstream.graphs.kernels import kernels_of
 from midstream.ops.gemv import MAX_WIDTH, gemv
+from midstream.ops.registry import OpSpec
+from midstream.ops.skinny_linear import MAX_ROWS, skinny_linear
 
 WIDTH, HIDDEN = 16, 24
 EPS = 1e-5
@@ -85,7 +93,7 @@ def test_a_norm_that_others_read_too_stays_for_them() -> None:
 
 
 @pytest.mark.parametrize("x", [random(1, 2, WIDTH), random(2, WIDTH)], ids=["tokens", "rows"])
-def test_two_rows_are_left_alone(x: Tensor) -> None:
+def test_two_rows_of_float32_are_left_alone(x: Tensor) -> None:
     check(mlp, x, SCALE, IN, UP, OUT, kernels=0, linears=3)
 
 
@@ -138,7 +146,7 @@ def test_what_is_written_behind_the_norm_is_not_read_by_the_kernel() -> None:
     with torch.no_grad():
         want, found = project(X.clone(), SCALE, IN), fused.call(X.clone(), SCALE, IN)
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
-    assert fused.left(torch.rsqrt) == 1
+    assert len(fused.calls(norm_rows)) == 1  # by itself, where the model computes it
     assert len(fused.kernels) == 1
 
 
@@ -243,7 +251,7 @@ def test_a_norm_reads_float32_where_the_model_keeps_it() -> None:
 )
 def test_what_is_no_such_norm_is_left_apart(mistaken: Callable[[Tensor, Tensor], Tensor]) -> None:
     fused = check(lambda x, s, w: linear(mistaken(x, s), w), X, SCALE, IN, kernels=1)
-    assert fused.left(torch.rsqrt) + fused.left(torch.rms_norm) == 1
+    assert sum(fused.left(target) for target in (torch.rsqrt, torch.rms_norm, norm_rows)) == 1
 
 
 def test_a_norm_that_is_also_written_to_a_buffer_is_left_apart() -> None:
@@ -384,6 +392,238 @@ def test_the_backend_fuses_what_needs_no_gradients(grad: bool, monkeypatch: Any)
         assert fused == [1]
 
 
+def check_rows(
+    function: Callable[..., Any], *args: Tensor, kernels: int, norms: int = 0, linears: int = 0
+) -> Fused:
+    """As near to float64 as the unfused function, and so many calls left; in bfloat16."""
+    narrow = [arg.bfloat16() for arg in args]
+    fused = Fused(function)
+    with torch.no_grad():
+        exact, plain = function(*(arg.double() for arg in narrow)), function(*narrow)
+        found = fused.call(*narrow)
+    assert found.dtype == torch.bfloat16
+    assert (found - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()
+    counts = [len(fused.calls(target)) for target in (project_rows, norm_rows, linear)]
+    assert counts == [kernels, norms, linears]
+    return fused
+
+
+ROWS = {
+    "tokens": random(1, 5, WIDTH),
+    "rows": random(5, WIDTH),
+    "one token of each row": random(5, 1, WIDTH),
+    "as many as a kernel takes": random(1, MAX_ROWS, WIDTH),
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_few_rows_of_16_bits_have_a_kernel_for_each_projection(rows: str) -> None:
+    fused = check_rows(mlp, ROWS[rows], SCALE, IN, UP, OUT, kernels=2, norms=1)
+    assert fused.left(silu) == fused.left(torch.rsqrt) == 0
+
+
+@pytest.mark.parametrize("way", [way for way in NORMS if "viewed" not in way])  # as one row
+def test_a_norm_of_rows_is_found_however_it_is_written(way: str) -> None:
+    fused = check_rows(
+        lambda x, s, w: linear(NORMS[way](x, s), w), ROWS["tokens"], SCALE, IN, kernels=1, norms=1
+    )  # fmt: skip
+    assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == 0
+
+
+def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    wide = x.float() * silu(gate.float())
+    return weight * normed(wide).to(x.dtype)
+
+
+def gated_delta_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+    return (norm(x, weight) * silu(gate.float())).to(x.dtype)
+
+
+GATED_NORMS = {
+    "first": mamba_norm,
+    "last": gated_delta_norm,
+    "last, exchanged": lambda x, gate, w: silu(gate) * norm(x, w),
+}
+
+
+@pytest.mark.parametrize("way", GATED_NORMS)
+def test_a_gated_norm_of_rows_is_one_kernel(way: str) -> None:
+    def project(both: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        x, gate = both.chunk(2, -1)  # rows lie apart
+        return linear(GATED_NORMS[way](x.contiguous(), gate, scale), w)
+
+    fused = check_rows(project, random(1, 5, 2 * WIDTH), SCALE, IN, kernels=1, norms=1)
+    assert fused.left(torch.rsqrt) == fused.left(silu) == 0
+
+
+@pytest.mark.parametrize("way", GATED_NORMS)
+def test_a_gated_norm_of_one_row_is_a_kernel_in_front_of_the_projection(way: str) -> None:
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(GATED_NORMS[way](x, gate, scale), w)
+
+    fused = check(project, X, X.flip(-1), SCALE, IN, kernels=1)
+    assert fused.left(torch.rsqrt) == fused.left(silu) == 0
+    assert len(fused.calls(norm_rows)) == 1
+
+
+@pytest.mark.parametrize("gate", [random(1, 1, WIDTH), random(WIDTH)], ids=["row", "vector"])
+def test_a_gate_that_broadcasts_is_left_apart(gate: Tensor) -> None:
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(gated_delta_norm(x, gate, scale), w)
+
+    fused = check_rows(project, ROWS["tokens"], gate, SCALE, IN, kernels=1)
+    assert fused.left(torch.rsqrt) == 1
+
+
+def test_a_gated_norm_of_a_projection_is_no_second_result_of_it() -> None:
+    def project(y: Tensor, gate: Tensor, out: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(gated_delta_norm(linear(y, out), gate, scale), w)
+
+    y = random(1, 5, HIDDEN)
+    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=1)
+
+
+def test_the_norm_of_a_sum_goes_behind_the_projection_that_makes_it() -> None:
+    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        h = x + linear(y, out)
+        return h + linear(norm(h, scale), gate)[..., :WIDTH]
+
+    y = random(1, 5, HIDDEN)
+    fused = check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2)
+    assert fused.left(torch.rsqrt) == 0
+    assert [len(call.args) for call in fused.calls(project_rows)] == [7, 4]
+
+
+def test_all_that_read_a_norm_of_rows_read_the_kernels() -> None:
+    def project(x: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        h = norm(x, scale)
+        return linear(h.view(-1, WIDTH), a)[None] + linear(h, b) * h.mean(-1, keepdim=True)
+
+    fused = check_rows(project, ROWS["tokens"], SCALE, IN, UP, kernels=2, norms=1)
+    assert fused.left(torch.rsqrt) == 0
+
+
+def test_a_norm_whose_weight_is_computed_later_stays_behind_its_projection() -> None:
+    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        h = x + linear(y, out)
+        return linear(norm(h, scale.sin()), gate)
+
+    y = random(1, 5, HIDDEN)
+    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=1)
+
+
+@pytest.mark.parametrize("written", ["between", "behind"])
+def test_a_norm_of_rows_reads_what_stood_there_when_the_model_read_it(written: str) -> None:
+    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
+        h = x + linear(y, out)
+        if written == "between":
+            h.mul_(2)
+        normed = norm(h, scale)
+        if written == "behind":
+            h.mul_(2)
+        return linear(normed, gate)
+
+    y = random(1, 5, HIDDEN)
+    norms = int(written == "between")
+    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=norms)
+
+
+@pytest.mark.parametrize(
+    "residual", [random(WIDTH), random(1, 1, WIDTH), random(5, WIDTH)], ids=str
+)
+def test_a_sum_of_rows_that_broadcasts_is_left_apart(residual: Tensor) -> None:
+    check_rows(
+        lambda x, w, r: r + linear(x, w),
+        ROWS["tokens"][:, :, :WIDTH],
+        OUT.T[:WIDTH, :].contiguous(),
+        residual,
+        kernels=1,
+    )
+
+
+@pytest.mark.parametrize(
+    "taken",
+    [
+        lambda x: x[:WIDTH].expand(5, -1),
+        lambda x: x[:WIDTH].repeat(MAX_ROWS + 1, 1),
+        lambda x: x.view(3, 2, WIDTH),
+        lambda x: x.view(2, 3, WIDTH).transpose(0, 1),
+        lambda x: x.view(1, 3, 2 * WIDTH)[..., ::2],
+        lambda x: x.view(WIDTH, 6).T,
+        lambda x: x.view(3, 2 * WIDTH)[:, WIDTH:],
+    ],
+    ids=["one for all", "many", "two axes", "exchanged", "gaps", "transposed", "slices"],
+)
+def test_rows_that_the_kernel_does_not_take_are_left_alone(
+    taken: Callable[[Tensor], Tensor],
+) -> None:
+    check_rows(lambda x, w: linear(taken(x), w), random(6 * WIDTH), IN, kernels=0, linears=1)
+
+
+def test_rows_with_a_bias_are_left_alone() -> None:
+    check_rows(linear, ROWS["tokens"], IN, random(HIDDEN), kernels=0, linears=1)
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_an_unknown_number_of_rows_is_few_in_a_decode_step_alone(decodes: bool) -> None:
+    weights = [nn.Parameter(tensor.bfloat16()) for tensor in (SCALE, IN, UP, OUT)]
+    fused = Fused(lambda x: mlp(x, *weights), dynamic=True)
+    for rows in (5, 2, 64, 65, 300):
+        x = random(1, rows, WIDTH).bfloat16()
+        torch._dynamo.mark_static(x, 2)
+        with torch.no_grad(), distinct_sizes(), decoding(decodes):
+            found, plain = fused.call(x), mlp(x, *weights)
+        assert (found - plain).abs().max() <= 0.02 * plain.abs().max()
+    assert len(fused.graphs) == 1
+    assert len(fused.calls(project_rows)) == (2 if decodes else 0)
+    assert len(fused.calls(norm_rows)) == (1 if decodes else 0)
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel"),
+    [
+        (random(1, 1, WIDTH), gemv),
+        (random(WIDTH).bfloat16(), gemv),
+        (random(1, 5, WIDTH).bfloat16(), skinny_linear),
+        (random(2, 3, WIDTH).bfloat16(), skinny_linear),
+        (random(1, 5, WIDTH), None),
+        (random(MAX_ROWS + 1, WIDTH).bfloat16(), None),
+        (random(5, 2 * WIDTH)[:, ::2].bfloat16(), skinny_linear),
+        (random(0, WIDTH).bfloat16(), None),
+        (random(1, WIDTH).double(), None),
+    ],
+)
+def test_the_head_takes_the_kernel_for_its_rows(
+    x: Tensor, kernel: OpSpec | None, monkeypatch: Any
+) -> None:
+    taken: list[OpSpec] = []
+    for op in (gemv, skinny_linear):
+        spied = lambda *args, op=op: (taken.append(op), op.overload(*args))[1]  # noqa: E731
+        monkeypatch.setattr(projections, op.name, spied)
+    weight = IN.to(x.dtype)
+    found = projections.project_few(x, weight)
+    torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-2)
+    assert taken == ([] if kernel is None else [kernel])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lowered_models_in_16_bits_decode_rows_together_as_eager_ones_do(family: str) -> None:
+    ids = prompt(12)
+    kernels = Fused(lambda: None)
+    logits = []
+    for mode in ("eager", "inductor"):
+        model = build(family).bfloat16()
+        lowered = lower(model, compile_mode=mode, backend=kernels.backend)  # type: ignore[arg-type]
+        rig = PagedRig(lowered)
+        live, other = rig.start(), rig.start()
+        steps = [rig.chunk([(live, ids[:9]), (other, ids[:4])])]
+        for token in ids[9:]:
+            steps.append(rig.decode([(live, int(token)), (other, int(token) + 1)]))
+        logits.append(torch.cat(steps).float())
+    assert (logits[1] - logits[0]).abs().max() <= 0.03 * logits[0].abs().max()
+    assert len(kernels.calls(project_rows)) >= 6  # a mixer, an attention layer
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lowered_models_decode_the_same_tokens(family: str) -> None:
     ids = prompt(12)
@@ -414,3 +654,19 @@ def test_the_backend_replays_the_kernels(dtype: torch.dtype) -> None:
     assert watched.num_replays >= 1
     names = [kernel.name for kernel in kernels_of(lambda: watched(*args))]
     assert sum(name.startswith("_gemv_kernel") for name in names) == 2
+
+
+@pytest.mark.gpu
+def test_the_backend_replays_the_kernels_of_a_few_rows() -> None:
+    args = [tensor.to("cuda", torch.bfloat16) for tensor in (ROWS["tokens"], SCALE, IN, UP, OUT)]
+    exact = mlp(*(tensor.double() for tensor in args))
+    torch.compiler.reset()  # of other sizes, the count of rows would be a symbol
+    watched = Watched(mlp, options={})
+    with torch.inference_mode():
+        plain = mlp(*args)
+    for _ in range(3):
+        found = watched(*args)
+        assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max() + 1e-6
+    assert watched.num_replays >= 1
+    names = [kernel.name for kernel in kernels_of(lambda: watched(*args))]
+    assert sum(name.startswith("_product_kernel") for name in names) == 2
