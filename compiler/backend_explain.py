@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch._dynamo.utils import counters
 
 from midstream.compiler.backend_graph import CompiledGraph, compile_graph
 from midstream.compiler.backend_options import BackendOptions, decode
+from midstream.errors import ConfigError
 from midstream.graphs.recorded import InputRole
 
 
@@ -78,8 +81,14 @@ def explain_backend(
         options: as in `torch.compile(backend="midstream", options=...)`.
         bytes_per_second: of device memory, for the least time of a call.
     Raises:
-        ConfigError: an unknown option or a wrong value.
+        ConfigError: an unknown option, a wrong value, or nothing that can be called.
     """
+    _check_rate(bytes_per_second)
+    if not callable(function):
+        raise ConfigError(
+            f"explain_backend: the function is {repr(function)[:60]}, expected a function or a module; "
+            "pass it first and its arguments behind it"
+        )
     settings = decode(None, options)
     graphs: list[CompiledGraph] = []
 
@@ -96,6 +105,15 @@ def explain_backend(
     return BackendReport(
         tuple(map(_report, graphs)), tuple(map(_summary, breaks)), bytes_per_second
     )
+
+
+def _check_rate(bytes_per_second: Any) -> None:
+    is_number = isinstance(bytes_per_second, Real) and not isinstance(bytes_per_second, bool)
+    if bytes_per_second is not None and not (is_number and 0 < bytes_per_second < math.inf):
+        raise ConfigError(
+            f"explain_backend: bytes_per_second={bytes_per_second!r}, expected a finite number above 0; pass "
+            "the bandwidth of the device, such as 4.8e12, or leave it out for a report without times"
+        )
 
 
 def _summary(text: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
@@ -43,6 +43,11 @@ class BackendOptions:
     emulate: bool = (
         False  # for debugging, with inner="eager": record on the CPU, in graphs.emulator
     )
+
+    def __new__(cls, *args: object, **options: object) -> BackendOptions:
+        """Refuse unknown names, which the generated `__init__` would answer with a bare TypeError."""
+        _check_names(options)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -109,6 +114,14 @@ def _from_mapping(options: Mapping[str, object], mode: str | None) -> BackendOpt
             f"backend midstream: options are of type {type(options).__name__}, expected a dict or "
             "BackendOptions; write options={'inner': 'eager'}"
         )
+    _check_names(options)
+    values: dict[str, Any] = dict(options)
+    if mode is not None and values.setdefault("mode", mode) != mode:
+        raise _two_modes(mode, values["mode"])
+    return BackendOptions(**values)
+
+
+def _check_names(options: Iterable[str]) -> None:
     known = list_options()
     for name in options:
         if name not in known:
@@ -116,10 +129,6 @@ def _from_mapping(options: Mapping[str, object], mode: str | None) -> BackendOpt
                 f"backend midstream: {name!r} is not an option, expected one of {', '.join(known)}; "
                 + _nearest(name, known)
             )
-    values: dict[str, Any] = dict(options)
-    if mode is not None and values.setdefault("mode", mode) != mode:
-        raise _two_modes(mode, values["mode"])
-    return BackendOptions(**values)
 
 
 def _check(name: str, value: object, kind: type) -> None:

@@ -33,7 +33,15 @@ from midstream.compiler.compiled_options import (
     longest,
 )
 from midstream.compiler.lowering import LoweredModel, cache_argument, lower
-from midstream.compiler.model_call import CACHE_NAMES, ModelCall, own_cache
+from midstream.compiler.model_call import (
+    CACHE_NAMES,
+    ModelCall,
+    check_cache_kind,
+    check_mode,
+    check_turn,
+    own_cache,
+    refuse_batches,
+)
 from midstream.compiler.row_cache import MidstreamCache
 from midstream.compiler.row_memory import RowMemory
 from midstream.compiler.row_steps import Mask, RowSteps
@@ -42,12 +50,13 @@ from midstream.errors import (
     CapacityError,
     ConfigError,
     ContractError,
-    UnsupportedError,
     check_known,
 )
 from midstream.graphs.captured import Capturer
 
-_NO_CACHE_ASKED = (None, "dynamic")  # the second is the name of transformers' default
+# what generate calls with its mode; the first comes before code would be downloaded for one
+_TAKE_MODE = ("_get_deprecated_gen_repo", "_validate_generation_mode")
+_CONTINUOUS_BATCHING = ("generate_batch", "init_continuous_batching")
 
 _log = logging.getLogger("midstream")
 
@@ -69,8 +78,12 @@ class CompiledModel:
         self._undone = False
         self._changes = Changes()
         self._changes.set(self.model, "forward", _with_signature_of(self._plain, self._forward))
-        self._changes.set(self.model, "generate", self._checked(lowered.model.generate))
+        self._changes.set(self.model, "generate", _checked(lowered.model.generate, memory))
         self._changes.set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
+        for name in filter(functools.partial(hasattr, self.model), _TAKE_MODE):
+            self._changes.set(self.model, name, _mode_checked(getattr(self.model, name)))
+        for name in _CONTINUOUS_BATCHING:
+            self._changes.set(self.model, name, refuse_batches)
         # generate would switch the experts between prefill and decode, and so compile layers again
         self._changes.set(self.model, "_optimize_model_for_decode", nullcontext)
         self._changes.set(self.model, WAY_BACK, self.undo)
@@ -113,6 +126,7 @@ class CompiledModel:
         if not self._undone:
             self._undone = True
             self._steps.forget_graphs()
+            self._memory.is_open = False
             self._changes.undo()
             self._lowered.undo()
 
@@ -152,11 +166,7 @@ class CompiledModel:
             raise ContractError(
                 "midstream.compile: the model is in training mode, expected eval; call model.eval()"
             )
-        if cache.rows and len(cache.rows) != call.ids.shape[0]:
-            raise ContractError(
-                f"midstream.compile: a batch of {call.ids.shape[0]} with a cache of {len(cache.rows)} rows, "
-                "expected the batch that the cache began with; start with a new cache"
-            )
+        cache.check_batch(call.ids.shape[0])
         mask = None
         if call.is_decode():
             logits = self._steps.decode(cache, call.ids[:, 0])[:, None]
@@ -167,22 +177,6 @@ class CompiledModel:
             logits = self._steps.prefill(cache, call.ids, mask, call.kept_columns(mask))
         cache.remember(call.ids, mask)
         return logits
-
-    def _checked(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """`generate`, which cuts off what a kept cache holds without looking at it."""
-
-        @functools.wraps(generate)
-        def checked(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-            cache = next((kwargs[n] for n in CACHE_NAMES if kwargs.get(n) is not None), None)
-            ids = kwargs.get("input_ids") if inputs is None else inputs
-            mask = kwargs.get("attention_mask")
-            # behind a mask that is longer come the new tokens alone
-            is_whole = mask is None or (isinstance(ids, Tensor) and mask.shape[-1] == ids.shape[-1])
-            if isinstance(cache, MidstreamCache) and isinstance(ids, Tensor) and is_whole:
-                cache.check_beginning(ids)
-            return generate(inputs, *args, **kwargs)
-
-        return checked
 
     def _prepare_cache(
         self, generation_config: Any, model_kwargs: dict[str, Any], mode: Any, *sizes: Any
@@ -195,7 +189,7 @@ class CompiledModel:
                 f"{self._memory.max_len}; expected prompt and new tokens within it; lower max_new_tokens, or "
                 "compile with a larger max_len"
             )
-        _check_generation(generation_config, mode)
+        check_cache_kind(generation_config)
         given = own_cache(model_kwargs.get(self._cache_name), self._memory)
         if given is not None:
             given._is_user_defined = True  # as transformers marks it
@@ -290,6 +284,28 @@ def _with_signature_of(original: Callable[..., Any], run: Callable[..., Any]) ->
     return forward
 
 
+def _checked(generate: Callable[..., Any], memory: RowMemory) -> Callable[..., Any]:
+    """`generate`, after a look at what it is given."""
+
+    @functools.wraps(generate)
+    def checked(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        check_turn(kwargs.get("input_ids") if inputs is None else inputs, kwargs, memory)
+        return generate(inputs, *args, **kwargs)
+
+    return checked
+
+
+def _mode_checked(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of transformers that takes the mode of `generate` first."""
+
+    @functools.wraps(original)
+    def checked(mode: Any, *args: Any, **kwargs: Any) -> Any:
+        check_mode(mode)
+        return original(mode, *args, **kwargs)
+
+    return checked
+
+
 def _check_ids(ids: Tensor, mask: Mask | None, num_ids: int) -> None:
     """Refuse what the embedding has no row for; on a GPU it would stop the process.  Waits for the device."""
     found = ids.cpu().numpy()
@@ -299,20 +315,4 @@ def _check_ids(ids: Tensor, mask: Mask | None, num_ids: int) -> None:
         raise ConfigError(
             f"midstream.compile: the prompt has token ids from {low} to {high}; expected 0 to {num_ids - 1}; "
             "is this the model's own tokenizer?"
-        )
-
-
-def _check_generation(generation_config: Any, mode: Any) -> None:
-    """Refuse what a recurrent state, or our storage of it, cannot do."""
-    if getattr(mode, "value", mode) == "assisted_generation":
-        raise UnsupportedError(
-            "midstream.compile: generate was asked for assisted decoding, expected greedy search, sampling "
-            "or beams: rejected tokens cannot be taken back from a recurrent state; leave the assistant out"
-        )
-    implementation = generation_config.cache_implementation
-    if implementation not in _NO_CACHE_ASKED:
-        raise UnsupportedError(
-            f"midstream.compile: cache_implementation={implementation!r}, expected none: keys and states "
-            "lie in pools of the compiled model, at fixed addresses; leave it out (look into "
-            "model.generation_config too), or undo() the compiled model"
         )

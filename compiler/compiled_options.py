@@ -39,6 +39,10 @@ def check_options(
                 f"midstream.compile: {name}={value}; expected at most {_MOST}: the device counts in 32 bits; "
                 "lower it"
             )
+    if kv_block & (kv_block - 1):
+        raise ConfigError(
+            f"midstream.compile: kv_block={kv_block}; expected a power of two; use 16 or 32"
+        )
     if type(graphs) is not bool:
         raise ConfigError(f"midstream.compile: graphs={graphs!r}; expected True or False")
     if compile not in ("auto", "eager", "inductor"):

@@ -171,7 +171,8 @@ def _zeros(
         size = num_pages * elements * dtype.itemsize
         raise CapacityError(
             f"pools: {num_pages:,} pages for {what} take {size / 2**30:,.1f} GiB, which {device} does not "
-            "have; expected pools that fit beside the model; ask for fewer rows, pages or tokens"
+            "have; expected pools that fit beside the model; lower memory, num_kv_pages or num_state_pages "
+            "of Engine, or max_batch or max_len of compile"
         ) from error
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from midstream.compiler.row_cache import MidstreamCache
-from midstream.compiler.row_memory import RowMemory
+from midstream.compiler.row_memory import RowMemory, undone
 from midstream.compiler.row_steps import Mask
 from midstream.errors import ConfigError, ContractError, UnsupportedError
 
@@ -28,6 +28,17 @@ _KNOWN = {
     "logits_to_keep",
     "return_dict",
 }
+_NO_CACHE_ASKED = (None, "dynamic")  # the second is the name of transformers' default
+_STEPS_BACK = "rejected tokens cannot be taken back from a recurrent state"
+_HIDDEN = "it compares hidden states, and a compiled model returns logits only"
+_NO_MODES = {  # of generate: why not, and what asks for it
+    "assisted_generation": (
+        _STEPS_BACK,
+        "assistant_model, prompt_lookup_num_tokens, assistant_early_exit and use_mtp",
+    ),
+    "contrastive_search": (_HIDDEN, "penalty_alpha"),
+    "dola_generation": (_HIDDEN, "dola_layers"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +49,7 @@ class ModelCall:
     cache: MidstreamCache | None
     attention_mask: Tensor | None  # [B, columns of the cache + W]
     position_ids: Tensor | None  # [B or 1, W]
-    logits_to_keep: int | Tensor
+    logits_to_keep: int | Tensor | None  # number of last columns, 0 or None: all; or columns
     use_cache: bool | None
     return_dict: bool
 
@@ -47,11 +58,12 @@ class ModelCall:
         """
         Raises:
             UnsupportedError: for an argument that changes the result and that paged steps do not know.
+            ConfigError: for token ids or columns that are none.
         """
         _refuse_others(arguments)
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
-            found = tuple(ids.shape) if isinstance(ids, Tensor) else ids
+            found = tuple(ids.shape) if isinstance(ids, Tensor) else _told(ids)
             raise ConfigError(
                 f"midstream.compile: input_ids is {found}, expected token ids [batch, columns] with at "
                 "least one of each; pass input_ids=..., to generate with a kept cache the whole sequence"
@@ -61,13 +73,18 @@ class ModelCall:
                 f"midstream.compile: input_ids are {ids.dtype}, expected token ids of torch.int64; pass "
                 "what the tokenizer returns"
             )
+        if ids.device != memory.token_id.device:
+            raise ConfigError(
+                f"midstream.compile: input_ids are on {ids.device}, expected {memory.token_id.device}, where "
+                "the model was compiled; call input_ids.to(model.device)"
+            )
         return_dict = arguments.get("return_dict")
         return ModelCall(
             ids=ids,
             cache=own_cache(_cache_argument(arguments), memory),
             attention_mask=_two_dimensional("attention_mask", arguments.get("attention_mask")),
             position_ids=_two_dimensional("position_ids", arguments.get("position_ids")),
-            logits_to_keep=arguments.get("logits_to_keep", 0),
+            logits_to_keep=arguments.get("logits_to_keep"),
             use_cache=arguments.get("use_cache"),
             return_dict=return_dict is None or bool(return_dict),
         )
@@ -113,9 +130,16 @@ class ModelCall:
 
         Raises:
             UnsupportedError: with the first row that differs.
+            ContractError: when they are not those of the new columns.
         """
         if self.position_ids is None:
             return
+        shape = tuple(self.position_ids.shape)
+        if shape[0] not in (1, self.ids.shape[0]) or shape[1] != self.ids.shape[1]:
+            raise ContractError(
+                f"midstream.compile: position_ids are {shape}, expected {tuple(self.ids.shape)}: one for "
+                "each new column; leave position_ids out"
+            )
         given = np.broadcast_to(self.position_ids.cpu().numpy(), tuple(self.ids.shape))
         for row, positions in enumerate(given):
             found = positions if mask is None else positions[mask[row]]
@@ -131,13 +155,10 @@ class ModelCall:
         """Which of the new columns have their logits returned.
 
         Raises:
-            ConfigError: when single columns are asked for and one of them is padding.
+            ConfigError: when there are none, or single columns are asked for and one of them is padding.
         """
-        width, keep = self.ids.shape[1], self.logits_to_keep
-        if isinstance(keep, Tensor):
-            columns = torch.arange(width)[keep.cpu()].reshape(-1).tolist()
-        else:
-            columns = list(range(width))[-keep:]
+        width = self.ids.shape[1]
+        columns = _columns(self.logits_to_keep, width)
         if mask is not None and len(columns) < width and not mask[:, columns].all():
             rows = np.flatnonzero((~mask[:, columns]).any(1)).tolist()
             raise ConfigError(
@@ -152,16 +173,109 @@ def own_cache(cache: Any, memory: RowMemory) -> MidstreamCache | None:
 
     Raises:
         UnsupportedError: for a cache of another class, or of another compiled model.
+        ContractError: for a cache of a model that was compiled once.
     """
     if cache is None or (isinstance(cache, MidstreamCache) and cache.memory is memory):
         return cache
     found = type(cache).__name__
     if isinstance(cache, MidstreamCache):
+        if not cache.memory.is_open:
+            raise undone("the cache was passed")
         found += " of another compiled model"
     raise UnsupportedError(
         f"midstream.compile: the cache is a {found}, expected the one that this model returned, or none; "
         "leave it out (the model makes its own), or pass handle.new_cache()"
     )
+
+
+def check_turn(ids: Any, arguments: Mapping[str, Any], memory: RowMemory) -> None:
+    """Before `generate` cuts off what a kept cache holds without looking at it.
+
+    Args:
+        ids: the prompts; None where there are none.
+        arguments: the others of `generate`.
+    Raises:
+        ConfigError: when the prompts are no token ids.
+        UnsupportedError: when the cache is of another kind or model.
+        ContractError: when the prompts are not what goes on from the cache.
+    """
+    cache = own_cache(_cache_argument(arguments), memory)
+    mask = _two_dimensional("attention_mask", arguments.get("attention_mask"))
+    if ids is None:
+        return
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        found = f"a tensor of shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else _told(ids)
+        raise ConfigError(
+            f"midstream.compile: generate got {found}, expected token ids [batch, columns] as a tensor; "
+            "pass **tokenizer(texts, return_tensors='pt'), or torch.tensor([[...]])"
+        )
+    if mask is not None and not _covers(mask, ids, is_longer=cache is not None):
+        raise ContractError(
+            f"midstream.compile: attention_mask is {tuple(mask.shape)} and the prompts are "
+            f"{tuple(ids.shape)}, expected as many rows and columns (more columns with a kept cache only); "
+            "pass the mask that the tokenizer returned with these prompts, or none"
+        )
+    # behind a mask that is longer come the new tokens alone
+    if cache is not None and (mask is None or mask.shape[-1] == ids.shape[-1]):
+        cache.check_beginning(ids)
+
+
+def check_mode(mode: Any) -> None:
+    """Refuse a way to generate that paged steps cannot serve."""
+    name = getattr(mode, "value", mode)
+    if name in _NO_MODES:
+        why, options = _NO_MODES[name]
+        raise UnsupportedError(
+            f"midstream.compile: generate was asked for {name.replace('_', ' ')}, expected greedy search, "
+            f"sampling or beams: {why}; leave out {options} (look into model.generation_config too), or "
+            "undo() the compiled model"
+        )
+
+
+def check_cache_kind(generation_config: Any) -> None:
+    """Refuse a cache of another kind that `generate` was asked to make."""
+    implementation = generation_config.cache_implementation
+    if implementation not in _NO_CACHE_ASKED:
+        raise UnsupportedError(
+            f"midstream.compile: cache_implementation={implementation!r}, expected none: keys and states "
+            "lie in pools of the compiled model, at fixed addresses; leave it out (look into "
+            "model.generation_config too), or undo() the compiled model"
+        )
+
+
+def refuse_batches(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stands for what transformers begins its continuous batching with."""
+    raise UnsupportedError(
+        "midstream.compile: continuous batching of transformers (generate_batch, "
+        "cache_implementation='paged') was asked for, expected generate: the compiled model has pages of its "
+        "own; undo() it and serve the model with midstream.Engine, or call generate"
+    )
+
+
+def _covers(mask: Tensor, ids: Tensor, is_longer: bool) -> bool:
+    """Whether a mask has an entry for each token; `is_longer`: and may have more."""
+    rest = mask.shape[1] - ids.shape[1]
+    return mask.shape[0] == ids.shape[0] and (rest == 0 or (rest > 0 and is_longer))
+
+
+def _columns(keep: Any, width: int) -> list[int]:
+    """Which of `width` columns `logits_to_keep` names."""
+    every = torch.arange(width)
+    try:
+        kept = every[keep.cpu()] if isinstance(keep, Tensor) else every[-(keep or 0) :]
+        columns: list[int] = kept.reshape(-1).tolist()
+    except (IndexError, TypeError):
+        columns = []
+    if columns:
+        return columns
+    raise ConfigError(
+        f"midstream.compile: logits_to_keep is {_told(keep)}, expected a number of last columns, or a tensor "
+        f"of some of the {width} new columns; 0 keeps all"
+    )
+
+
+def _told(value: Any) -> str:
+    return f"{type(value).__name__} {repr(value)[:40]}"
 
 
 def _cache_argument(arguments: Mapping[str, Any]) -> Any:

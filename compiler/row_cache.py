@@ -15,8 +15,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from midstream.compiler.row_memory import RowMemory
+from midstream.compiler.row_memory import RowMemory, rows_told, undone
 from midstream.errors import ContractError, UnsupportedError
+
+
+class _NoLayers(list[Any]):
+    """Where other caches keep their layers: empty, and refused to models that look for theirs."""
+
+    def __init__(self, memory: RowMemory) -> None:
+        super().__init__()
+        self._memory = memory  # not the cache, which must go with its last user
+
+    def __getitem__(self, layer: Any) -> NoReturn:
+        _refuse(
+            self._memory,
+            "a model looked for its layers in it",
+            "the model that midstream.compile made it for",
+        )
 
 
 class MidstreamCache(Cache):  # type: ignore[misc]
@@ -27,7 +42,7 @@ class MidstreamCache(Cache):  # type: ignore[misc]
     """
 
     def __init__(self, memory: RowMemory) -> None:
-        super().__init__(layers=[])
+        super().__init__(layers=_NoLayers(memory))
         self.memory = memory
         self.rows: list[int] = []  # of the memory; the same list for the cache's whole life
         self.lengths: list[int] = []  # tokens of each row, padding not counted
@@ -62,6 +77,17 @@ class MidstreamCache(Cache):  # type: ignore[misc]
             old = self._tokens_up_to(end - width, ids.shape[0])
             self._is_token = np.concatenate([old, mask], axis=1)
 
+    def check_batch(self, num_rows: int) -> None:
+        """That a step of `num_rows` rows goes on from this cache; any does from an empty one."""
+        held = len(self.rows)
+        if held and num_rows != held:
+            raise ContractError(
+                f"midstream.compile: the cache that was passed holds {rows_told(held)} of "
+                f"{self.num_columns} tokens, and this turn has {rows_told(num_rows)}; expected as many as "
+                "the cache began with, beams and returned sequences included; repeat or leave out rows of "
+                "the turn, or start with a new cache: handle.new_cache()"
+            )
+
     def check_beginning(self, ids: Tensor) -> None:
         """That the whole sequences ids [B, W] go on from what this cache holds.  Waits for the device.
 
@@ -69,8 +95,10 @@ class MidstreamCache(Cache):  # type: ignore[misc]
             ContractError: naming the first token that differs, or when there is none behind the cache.
         """
         held = self.num_columns
-        if not held or self._ids is None or not len(ids) or len(self.rows) % len(ids):
-            return  # other batches are refused where they are run
+        if not held or self._ids is None:
+            return
+        if not len(ids) or len(self.rows) % len(ids):  # else beams may make up for it
+            self.check_batch(len(ids))
         if ids.shape[1] <= held:
             raise ContractError(
                 f"midstream.compile: this turn has {ids.shape[1]} tokens, and its cache holds {held} of the "
@@ -93,6 +121,11 @@ class MidstreamCache(Cache):  # type: ignore[misc]
         """Row i continues what row order[i] has; there may be more or fewer rows than before."""
         if not self.rows:
             return
+        if not order or not all(0 <= row < len(self.rows) for row in order):
+            raise ContractError(
+                f"MidstreamCache: rows {order} of it were asked for, expected some of 0 to "
+                f"{len(self.rows) - 1}; reset() frees all of them"
+            )
         sources = [self.rows[row] for row in order]
         lengths = [self.lengths[row] for row in order]
         missing = len(order) - len(self.rows)
@@ -118,6 +151,11 @@ class MidstreamCache(Cache):  # type: ignore[misc]
 
     def batch_select_indices(self, indices: Tensor) -> None:
         self.rearrange(indices.tolist())
+
+    def __repr__(self) -> str:
+        if not self.memory.is_open:
+            return "<MidstreamCache: of a model that was given back>"
+        return f"<MidstreamCache: {rows_told(len(self.rows))} of {self.num_columns} tokens>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MidstreamCache:
         twin = MidstreamCache(self.memory)
@@ -174,23 +212,32 @@ class MidstreamCache(Cache):  # type: ignore[misc]
         return [False]
 
     def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse("update()", "the model that midstream.compile made it for")
+        _refuse(self.memory, "update() was called", "the model that midstream.compile made it for")
 
     def crop(self, *args: Any, **kwargs: Any) -> NoReturn:
-        self._refuse(
-            "crop()", "no rollback (assisted decoding): a recurrent state cannot step back"
+        _refuse(
+            self.memory,
+            "crop() was called",
+            "no rollback (assisted decoding): a recurrent state cannot step back",
         )
 
     def activate_past_recording(self) -> NoReturn:
-        self._refuse("activate_past_recording()", "no rollback: a recurrent state cannot step back")
+        _refuse(
+            self.memory,
+            "activate_past_recording() was called",
+            "no rollback: a recurrent state cannot step back",
+        )
 
     def _tokens_up_to(self, num_columns: int, num_rows: int) -> NDArray[np.bool_]:
         """[B, C]  Which entries of the first columns are tokens; the others are padding."""
         known = np.ones((num_rows, 0), bool) if self._is_token is None else self._is_token
         return np.pad(known, ((0, 0), (0, num_columns - known.shape[1])), constant_values=True)
 
-    def _refuse(self, found: str, expected: str) -> NoReturn:
-        raise UnsupportedError(
-            f"MidstreamCache: {found} was called, expected {expected}; copy.deepcopy(cache) keeps a state to "
-            "return to, or undo() the compiled model"
-        )
+
+def _refuse(memory: RowMemory, found: str, expected: str) -> NoReturn:
+    if not memory.is_open:
+        raise undone(found)
+    raise UnsupportedError(
+        f"MidstreamCache: {found}, expected {expected}; copy.deepcopy(cache) keeps a state to return to, "
+        "and other models make caches of their own: leave this one out"
+    )

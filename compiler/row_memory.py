@@ -9,13 +9,15 @@ Letters: R rows of the memory, B rows of a cache, Z KV pages of a row, N pages, 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from midstream.compiler.context import Pools, StepView
 from midstream.compiler.lowering import LoweredModel
-from midstream.errors import CapacityError
+from midstream.errors import CapacityError, ContractError
 
 _PADDING = (0, -1, 0, -1, 0)  # of each field below
 
@@ -29,11 +31,11 @@ class RowMemory:
         self.kv_block = lowered.kv_layout.kv_block
         self.pages_per_row = -(-max_len // self.kv_block)
         device, num_kv = lowered.device, num_rows * self.pages_per_row
-        temporal, conv = lowered.layout.allocate(num_rows + 1, device)
-        kv = lowered.kv_layout.allocate(num_kv + 1, device)
+        temporal, conv, kv = _allocate(lowered, num_rows, max_len, num_kv)
         table = torch.arange(1, num_kv + 1, dtype=torch.int32, device=device)
         self.pools = Pools(temporal, conv, kv, table.view(num_rows, -1), self.kv_block)
         lowered.bind(self.pools)
+        self.is_open = True  # False once the model was given back
         self._free = list(range(num_rows))
         self.token_id = torch.zeros(num_rows, dtype=torch.int32, device=device)  # i32[R]
         self._fields = torch.zeros((5, num_rows), dtype=torch.int32, device=device)
@@ -57,13 +59,16 @@ class RowMemory:
 
         Raises:
             CapacityError: when fewer are free.
+            ContractError: when the model was given back.
         """
+        if not self.is_open:
+            raise undone("rows were wanted")
         if num_rows > len(self._free):
             held = self.num_rows - len(self._free)
             raise CapacityError(
-                f"midstream.compile: {num_rows} rows wanted, {self.num_rows} compiled for and {held} held by "
-                "caches that are still alive; expected room for the batch (times beams); drop the outputs "
-                "that hold those caches, reset() them, or compile with a larger max_batch"
+                f"midstream.compile: {rows_told(num_rows)} wanted, {self.num_rows} compiled for and {held} "
+                "held by caches that are still alive; expected room for the batch (times beams); drop the "
+                "outputs that hold those caches, reset() them, or compile with a larger max_batch"
             )
         self._free.sort()
         taken = self._free[:num_rows]
@@ -145,3 +150,48 @@ class RowMemory:
             "every_row": self._every_row,
         }
         return {name: tensor.data_ptr() for name, tensor in bound.items()}
+
+
+def undone(found: str) -> ContractError:
+    """What to raise where a cache outlived the compiled model that made it."""
+    return ContractError(
+        f"MidstreamCache: {found} after undo() of the compiled model that made the cache, expected a cache "
+        "of the model as it is now; leave the cache out and pass the whole conversation once more, or "
+        "undo() later"
+    )
+
+
+def rows_told(number: int) -> str:
+    """
+    >>> rows_told(1), rows_told(2)
+    ('1 row', '2 rows')
+    """
+    return "1 row" if number == 1 else f"{number} rows"
+
+
+def _allocate(
+    lowered: LoweredModel, num_rows: int, max_len: int, num_kv: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The arenas of states, windows and keys and values, null pages included.
+
+    Raises:
+        CapacityError: when the device has no room for them.
+    """
+    layout, kv_layout, device = lowered.layout, lowered.kv_layout, lowered.device
+    num_bytes = (num_rows + 1) * layout.page_bytes + (num_kv + 1) * kv_layout.page_bytes
+    refusal = CapacityError(
+        f"midstream.compile: max_batch={num_rows} rows of max_len={max_len} tokens take "
+        f"{num_bytes / 2**30:,.1f} GiB, which {device} does not have; expected rows that fit beside the "
+        "model; lower max_batch or max_len"
+    )
+    # more than there is would not fail when it is taken, but end the process when it is filled
+    if device.type == "cpu" and num_bytes > _host_bytes():
+        raise refusal
+    try:
+        return *layout.allocate(num_rows + 1, device), kv_layout.allocate(num_kv + 1, device)
+    except CapacityError as error:
+        raise refusal from error
+
+
+def _host_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -26,9 +26,18 @@ def check_model(model: Any) -> Family:
     """
     name = model.__name__ if isinstance(model, type) else type(model).__name__
     if not isinstance(model, torch.nn.Module):
+        remedy = "load a folder with midstream.load_model(path)"
+        if isinstance(model, tuple):
+            remedy = "pass its first entry: load_model returns a model and a tokenizer"
         raise ConfigError(
             f"lower: the model is {name} {str(model)[:60]!r}, expected a causal language model of "
-            "transformers in memory; load a folder with midstream.load_model(path)"
+            f"transformers in memory; {remedy}"
+        )
+    compiled_from = getattr(model, "_orig_mod", None)
+    if compiled_from is not None:
+        raise ConfigError(
+            f"lower: the model is what torch.compile made of a {type(compiled_from).__name__}, expected "
+            "one as transformers built it: its layers are compiled here; pass model._orig_mod"
         )
     if name not in FAMILIES:
         raise UnsupportedError(
@@ -84,7 +93,12 @@ def _check_layers(model: Any) -> None:
 def device_of(module: Any) -> torch.device:
     """The one device of a module's parameters."""
     devices = {parameter.device for parameter in module.parameters()}
-    if len(devices) != 1 or torch.device("meta") in devices:
+    if devices == {torch.device("meta")}:
+        raise ConfigError(
+            f"lower: {type(module).__name__} has parameters on meta, which holds shapes only; expected "
+            "loaded weights; load them with from_pretrained"
+        )
+    if len(devices) != 1:
         raise ConfigError(
             f"lower: {type(module).__name__} has parameters on {sorted(map(str, devices))}, expected "
             "one device; load the model without device_map and call model.to(device)"

@@ -47,6 +47,7 @@ _OLD_NAMES = {  # in files of checkpoints, and read under other names
     "auto_map", "full_attention_interval", "partial_rotary_factor", "rope_scaling", "rope_theta",
     "tokenizer_class", "torch_dtype",
 }  # fmt: skip
+_NO_ROOM = "out of memory"
 _NOT_ASKED = "left out (--slow-rows)"
 
 
@@ -77,6 +78,11 @@ def load(source: str, dtype: str, device: str) -> Any:
         ConfigError: neither, a family that is not supported, or a misspelt size.
     """
     path = Path(source)
+    if not source or not path.exists():
+        raise ConfigError(
+            f"bench: nothing at --model '{source}'; expected a folder of transformers, or a JSON file with "
+            "model_type and sizes; pass one that is there (models are not downloaded)"
+        )
     if not path.is_file():
         return load_model(path, dtype, device)[0]
     from huggingface_hub.errors import StrictDataclassError
@@ -165,7 +171,11 @@ def _point(
         with decoding(path, model, compiled, rows) as step:
             timing = measure(step, calls)
     except torch.OutOfMemoryError:
-        return Point(rows, path, why_not="out of memory")
+        return Point(rows, path, why_not=_NO_ROOM)
+    except RuntimeError as error:  # as the CPU's allocator says it
+        if "can't allocate memory" not in str(error):
+            raise
+        return Point(rows, path, why_not=_NO_ROOM)
     except ValueError as error:  # e.g. transformers' static cache of a model without attention
         return Point(rows, path, why_not=first_line(error))
     graph = compiled.stats()["graphs"].get(rows) if compiled is not None else None

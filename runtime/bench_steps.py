@@ -36,6 +36,8 @@ _PROMPT = 16
 _PROFILED = 5  # calls
 _AT_ONCE = 5  # calls between two looks at the clock
 _HOST_CALLS = 20
+_FIRST_CALLS = 3
+MOST_CALLS = MAX_LEN - _PROMPT - _FIRST_CALLS - _HOST_CALLS - _PROFILED  # one token each
 
 Step = Callable[[], Tensor]
 
@@ -84,7 +86,7 @@ def compiled_for(model: Any, rows: int) -> CompiledModel:
 def measure(step: Step, calls: int) -> Timing:
     """Time a step that has not run yet; `calls` steps for the percentiles."""
     begin, before = time.perf_counter(), _compilations()
-    for _ in range(3):
+    for _ in range(_FIRST_CALLS):
         step()
     _wait()
     first_s, warm = time.perf_counter() - begin, _compilations()

@@ -133,13 +133,13 @@ def run_generate(args: argparse.Namespace) -> int:
 def run_explain(args: argparse.Namespace) -> int:
     """Make an engine, and say what came of it."""
     from midstream.runtime.config import check_options
+    from midstream.runtime.explain_model import check_rate
     from midstream.runtime.explain_report import run
     from midstream.runtime.loading import load_model
 
     options = given(args, EngineConfig)
     check_options(EngineConfig(**options))
-    if args.gb_per_s is not None and not args.gb_per_s > 0:
-        raise ConfigError(f"explain: --gb-per-s {args.gb_per_s}; expected a rate above 0")
+    check_rate(args.gb_per_s)
     model, _ = load_model(args.model, args.dtype, args.device)
     out = None if args.out is None else _make_folder("explain", args.out)
     print("\n".join(run(model, options, args.gb_per_s, args.buffers, out)))
@@ -149,14 +149,18 @@ def run_explain(args: argparse.Namespace) -> int:
 def run_bench_graphs(args: argparse.Namespace) -> int:
     """Measure one decode step of a model in several ways."""
     from midstream.runtime import bench_graphs
+    from midstream.runtime.bench_steps import MOST_CALLS
 
     for name in ("rows", "slow_rows"):
         if any(rows < 1 for rows in getattr(args, name)):
             raise ConfigError(
                 f"bench: --{name.replace('_', '-')} {getattr(args, name)}; expected numbers >= 1"
             )
-    if args.calls < 1:
-        raise ConfigError(f"bench: --calls {args.calls}; expected a number >= 1")
+    if not 1 <= args.calls <= MOST_CALLS:
+        raise ConfigError(
+            f"bench: --calls {args.calls}; expected a number >= 1 and up to {MOST_CALLS}, as many tokens as "
+            "the measured caches hold"
+        )
     model = bench_graphs.load(args.model, args.dtype, args.device)
     out = None if args.out is None else _make_folder("bench", args.out)
     what = bench_graphs.setup(model, args.model)
@@ -300,6 +304,8 @@ def _make_folder(command: str, path: str) -> Path:
     """The folder of --out, made before the work whose results it will hold."""
     folder = Path(path)
     try:
+        if not path:
+            raise OSError("it is empty")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(

@@ -134,14 +134,18 @@ def resolve(config: EngineConfig, limits: ModelLimits, free_bytes: int) -> Resol
     if config.max_len is not None and limits.max_positions not in (None, 0):
         _at_most("max_len", config.max_len, limits.max_positions or 0, "positions of the model")
     if config.max_len is not None:
-        _at_most("max_len", config.max_len, kv_tokens, "tokens that the KV pages hold")
-        _at_most("max_len", config.max_len, held[-1], "tokens whose states the state pages hold")
+        _at_most(
+            "max_len", config.max_len, kv_tokens, "tokens that the KV pages hold", "num_kv_pages"
+        )
+        what = "tokens whose states the state pages hold"
+        _at_most("max_len", config.max_len, held[-1], what, "num_state_pages")
     max_len = min([*known, *held])
     if max_len < 2:
         raise ConfigError(
             f"Engine: {num_state} state pages of {config.state_block} tokens and {num_kv} KV pages of "
             f"{config.kv_block} hold a sequence of {max(max_len, 0)} tokens in cache_mode="
-            f"{config.cache_mode!r}; expected room for at least 2; raise memory or the page counts"
+            f"{config.cache_mode!r}; expected room for at least 2; raise memory, or "
+            "num_state_pages and num_kv_pages"
         )
     return ResolvedConfig(
         cache_mode=config.cache_mode,
@@ -195,6 +199,7 @@ def _positive(name: str, value: Any, least: int = 1) -> None:
         raise ConfigError(f"Engine: {name}={value!r}; expected a whole number >= {least}")
 
 
-def _at_most(name: str, value: int, limit: int, what: str) -> None:
+def _at_most(name: str, value: int, limit: int, what: str, pages: str = "") -> None:
     if value > limit:
-        raise ConfigError(f"Engine: {name}={value} exceeds the {limit} {what}; lower it")
+        remedy = f"lower it, or raise memory or {pages}" if pages else "lower it"
+        raise ConfigError(f"Engine: {name}={value} exceeds the {limit} {what}; {remedy}")

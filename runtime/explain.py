@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +12,11 @@ from midstream.runtime.prefix import PrefixIndex
 from midstream.runtime.request import Lookup, Request
 
 REASONS = {
-    "all": "all that the grid of KV pages allows",
+    "all": "all of it, but for less than one KV page (kv_block tokens)",
     "longest": "no more of this beginning was ever computed here",
     "unknown": "nothing of this beginning is saved",
     "no state": "attention knows more, but no state was ever saved there",
-    "evicted": "a state was saved further on, and had to make room",
+    "evicted": "a state was saved further on, and had to make room: raise memory to keep more",
     "no attention": "a state is saved further on, but its KV pages are gone",
     "off": "cache_mode is 'none'",
 }
@@ -26,7 +27,7 @@ NOTHING_TO_REUSE = (
 )
 
 
-def look_back(index: PrefixIndex, keys: list[int], hit: Hit, asked: int, is_on: bool) -> Lookup:
+def look_back(index: PrefixIndex, keys: Sequence[int], hit: Hit, asked: int, is_on: bool) -> Lookup:
     """What an admission found, with the reason for what it did not."""
     if not is_on:
         return Lookup(asked, 0, 0, 0, "off")
@@ -40,7 +41,7 @@ def look_back(index: PrefixIndex, keys: list[int], hit: Hit, asked: int, is_on: 
     )
 
 
-def _reason(index: PrefixIndex, keys: list[int], hit: Hit, asked: int, state: int) -> str:
+def _reason(index: PrefixIndex, keys: Sequence[int], hit: Hit, asked: int, state: int) -> str:
     if hit.num_tokens >= asked // index.kv_block * index.kv_block:
         return "all"
     if index.was_evicted(keys, hit.num_tokens, asked):

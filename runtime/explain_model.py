@@ -7,6 +7,7 @@ only rows), the state of each row read and written, and its keys and values read
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from midstream.compiler.families import FAMILIES
 from midstream.compiler.families.mixer import BINDING
 from midstream.compiler.lowering import LayerSite, LoweredModel, find_sites
+from midstream.errors import ConfigError
 from midstream.graphs.audit import GraphAudit, Owner, Owners, audit
 from midstream.runtime.assembly import Parts, describe_pages
 from midstream.runtime.engine import Engine
@@ -77,7 +79,14 @@ class ModelReport:
 
 
 def explain_model(engine: Engine, gb_per_s: float | None = None) -> ModelReport:
-    """Look at a running engine.  `gb_per_s`: read plus written, of device memory; None: measure a copy."""
+    """Look at a running engine.
+
+    Args:
+        gb_per_s: read plus written, of device memory; None: measure a copy.
+    Raises:
+        ConfigError: a rate that is not above 0.
+    """
+    check_rate(gb_per_s)
     parts = engine._parts
     lowered, config = parts.lowered, parts.config
     rate = copy_rate(lowered.device) if gb_per_s is None else gb_per_s
@@ -108,6 +117,15 @@ def explain_model(engine: Engine, gb_per_s: float | None = None) -> ModelReport:
         gb_per_s=rate,
         rate_is_measured=gb_per_s is None,
     )
+
+
+def check_rate(gb_per_s: float | None) -> None:
+    """Raise ConfigError for a rate at which no step has a least time."""
+    if gb_per_s is not None and not 0 < gb_per_s < math.inf:
+        raise ConfigError(
+            f"explain: gb_per_s (--gb-per-s) is {gb_per_s}; expected a finite rate above 0, that "
+            "of device memory, such as 4800; leave it out to have it measured"
+        )
 
 
 def owners_of(parts: Parts) -> Iterator[Owner]:

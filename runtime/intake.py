@@ -69,9 +69,8 @@ class Intake:
         if room < 1:
             raise CapacityError(
                 f"Engine: the prompt has {len(tokens)} tokens; at most {self.config.max_len - 1} fit "
-                f"(max_len is {self.config.max_len}, the KV pages hold "
-                f"{(self.config.num_kv_pages - 1) * self.config.kv_block} tokens); "
-                "shorten the prompt, or raise max_len or memory"
+                f"(max_len is {self.config.max_len}, the KV pages hold {self._kv_tokens()} tokens); "
+                f"shorten the prompt, or {self._more_room()}"
             )
         stop_ids = self._stop_ids(params)
         seed = secrets.randbits(64) if params.seed is None else params.seed
@@ -153,6 +152,16 @@ class Intake:
             error=request.error,
         )
 
+    def _kv_tokens(self) -> int:
+        """Tokens that the KV pages hold."""
+        return (self.config.num_kv_pages - 1) * self.config.kv_block
+
+    def _more_room(self) -> str:
+        """Which option makes room for longer sequences."""
+        if self.config.max_len < self._kv_tokens():
+            return "raise max_len, where the model has positions for it"
+        return "raise memory or num_kv_pages"
+
     def _tokens(self, prompt: Prompt) -> npt.NDArray[np.int32]:
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -165,6 +174,8 @@ class Intake:
             ids = np.asarray(prompt)
         except ValueError:
             ids = np.zeros((0, 0))
+        if ids.ndim == 1 and ids.dtype == object and all(as_int(i) is not None for i in ids):
+            self._check_range(min(ids), max(ids))  # beyond 64 bits
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
             raise ConfigError(
                 f"Engine: the prompt is a {type(prompt).__name__} of {ids.dtype} with {ids.ndim} dimensions; "
@@ -172,13 +183,15 @@ class Intake:
             )
         if not ids.size:
             raise ConfigError("Engine: the prompt is empty; expected at least one token")
-        low, high = int(ids.min()), int(ids.max())
+        self._check_range(int(ids.min()), int(ids.max()))
+        return ids.astype(np.int32)
+
+    def _check_range(self, low: int, high: int) -> None:
         if low < 0 or high >= self.vocab_size:
             raise ConfigError(
                 f"Engine: the prompt has token ids from {low} to {high}; expected 0 to "
                 f"{self.vocab_size - 1}; is this the model's own tokenizer?"
             )
-        return ids.astype(np.int32)
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
         eos = () if params.ignore_eos else self.eos_ids

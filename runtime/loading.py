@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 
 from midstream.compiler.families import FAMILIES
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, check_known
 from midstream.runtime.text import ByteTokenizer
 
 log = logging.getLogger("midstream")
@@ -28,7 +28,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 
 
 def load_model(
-    directory: str | PathLike[str], dtype: str = "auto", device: str = "auto"
+    directory: str | PathLike[str], dtype: str = "auto", device: str = "auto", **unknown: Never
 ) -> tuple[Any, Any]:
     """The model in eval mode on `device`, and its tokenizer; nothing is downloaded.
 
@@ -39,7 +39,8 @@ def load_model(
     Raises:
         ConfigError: no directory, no config.json, no weights, an unknown family, damaged files.
     """
-    if not isinstance(directory, str | PathLike):
+    check_known("load_model", unknown, ("dtype", "device"))
+    if not isinstance(directory, str | PathLike) or directory == "":
         raise ConfigError(
             f"load_model: the directory is {repr(directory)[:60]}; expected a path; pass the folder that "
             "holds config.json and the weights"
@@ -78,6 +79,10 @@ def read_object(path: Path, who: str, expected: str, remedy: str) -> dict[str, A
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{who}: '{path}' cannot be read ({error}), {expected} expected; {remedy}"
+        ) from error
     except ValueError as error:
         raise ConfigError(f"{who}: '{path}' is not JSON ({error}); {remedy}") from error
     if not isinstance(found, dict):
@@ -215,15 +220,25 @@ def find_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"load_model: device={name!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:1'"
-        ) from error
+        raise _no_device(name, "`midstream info` says what is available") from error
+    if device.type not in ("cpu", "cuda"):
+        raise _no_device(name, "for another one, load the model with transformers itself")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             f"load_model: device={name!r}, but torch {torch.__version__} finds no GPU here; "
             "use device='cpu' (`midstream info` says what is available)"
         )
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise _no_device(
+            name, f"torch finds {torch.cuda.device_count()} GPUs here, counted from cuda:0"
+        )
     return device
+
+
+def _no_device(name: object, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"load_model: device={name!r}; expected 'auto', 'cpu', 'cuda' or 'cuda:1'; {remedy}"
+    )
 
 
 def _listing(directory: Path) -> str:

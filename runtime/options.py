@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
-from midstream.errors import ConfigError
+from midstream.errors import ConfigError, check_known
 
 T = TypeVar("T")
 
@@ -81,6 +81,11 @@ class EngineConfig:
     hash_key: str | None = option(
         None, "32 hexadecimal digits; none: random, so that block hashes cannot be predicted"
     )
+
+    def __new__(cls, *args: object, **options: object) -> EngineConfig:
+        """Refuse unknown names, which the generated `__init__` would answer with a bare TypeError."""
+        check_known("Engine", options, [field.name for field in fields(cls)])
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name in (known.name for known in fields(self)):

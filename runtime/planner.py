@@ -162,7 +162,7 @@ def _pages_for(
         raise ConfigError(
             f"Engine: mix={config.mix!r} needs {num_kv} KV pages of {page_bytes.kv:,} bytes and {num_state} "
             f"state pages of {page_bytes.state:,} bytes = {need:,} bytes; expected at most {budget:,}; "
-            "run fewer or shorter sequences, or raise memory"
+            "raise memory, or lower mix: fewer or shorter sequences"
         )
     if config.cache_mode != "none":
         left = budget - need
@@ -183,15 +183,26 @@ def _refuse(
         if pages * size > budget:
             raise ConfigError(
                 f"Engine: {name}={pages} takes {pages * size:,} of memory={config.memory!r} ({budget:,} "
-                f"bytes); expected pages of both kinds within it; lower {name}, raise memory, or give both "
-                "numbers of pages"
+                f"bytes); expected pages of both kinds within it; lower {name}, raise memory, or set "
+                "num_kv_pages and num_state_pages both"
             )
     raise ConfigError(
         f"Engine: memory={config.memory!r} ({budget:,} bytes) holds {max(num_state, 0)} state pages "
         f"of {page_bytes.state:,} bytes and {max(num_kv, 0)} KV pages of "
-        f"{page_bytes.kv:,} bytes; "
-        f"at least 4 and 2 are needed; raise memory{' or change ' + ', '.join(fixed) if fixed else ''}"
+        f"{page_bytes.kv:,} bytes; expected at least 4 and 2; "
+        f"set memory to {_least_memory(config, page_bytes):,} bytes or more"
+        f"{', or change ' + fixed[0] if fixed else ''}"
     )
+
+
+def _least_memory(config: EngineConfig, page_bytes: PageBytes) -> int:
+    """Bytes from which on `plan_pages` finds the pages that an engine needs."""
+    state, kv = max(page_bytes.state, 1), max(page_bytes.kv, 1)
+    if config.num_kv_pages is not None:
+        return max(config.num_kv_pages, 2) * page_bytes.kv + 4 * state
+    if config.num_state_pages is not None:
+        return max(config.num_state_pages, 4) * page_bytes.state + 2 * kv
+    return 2 * max(4 * state, 2 * kv)  # KV pages take at most half of it
 
 
 _UNITS = {"B": 1} | {

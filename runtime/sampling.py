@@ -18,6 +18,8 @@ _MAX_INT32 = 2**31 - 1
 _MAX_SEED = 2**64 - 1
 # logits / temperature must stay finite in float32, also for a forbidden token's -inf
 _TEMPERATURES = (1e-5, 1e5)
+_AS_LONG = f"pass {_MAX_INT32} for an answer as long as there is room under max_len"
+_LOWER = "lower it or raise max_tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,8 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        self._check_int("max_tokens", 1, _MAX_INT32, "ask for at least one token")
-        self._check_int("min_tokens", 0, self.max_tokens, "lower it or raise max_tokens")
+        self._check_int("max_tokens", 1, _MAX_INT32, "ask for at least one token", _AS_LONG)
+        self._check_int("min_tokens", 0, self.max_tokens, "pass 0 for none", _LOWER)
         self._check_temperature()
         self._check_int("top_k", 0, _MAX_INT32, "pass 0 to keep all tokens")
         self._check_top_p()
@@ -75,7 +77,8 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
         if not isinstance(self.ignore_eos, bool):
             self._refuse_type("ignore_eos", "True or False", "pass a bool")
         if self.logprobs is not None:
-            self._check_int("logprobs", 0, MAX_LOGPROBS, "ask for fewer, or pass None for none")
+            fix = "pass None for no report"
+            self._check_int("logprobs", 0, MAX_LOGPROBS, fix, f"ask for fewer, or {fix}")
 
     def end_token_ids(self, eos_token_ids: Iterable[int]) -> tuple[int, ...]:
         """All ids that end the answer, ascending: at most `MAX_STOP_IDS`.
@@ -117,7 +120,10 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
             self._refuse_type("stop_token_ids", what, fix)
         given = tuple(self.stop_token_ids)
         ids = [as_int(entry) for entry in given]
-        if len(set(ids)) > MAX_STOP_IDS or any(i is None or not 0 <= i <= _MAX_INT32 for i in ids):
+        if any(i is None or not 0 <= i <= _MAX_INT32 for i in ids):
+            self._refuse("stop_token_ids", what, fix)
+        if len(set(ids)) > MAX_STOP_IDS:
+            fix = f"pass fewer than these {len(set(ids))}, or use stop strings for others"
             self._refuse("stop_token_ids", what, fix)
         object.__setattr__(self, "stop_token_ids", tuple(ids))
 
@@ -133,13 +139,14 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
             self._refuse("stop", what, fix)
         object.__setattr__(self, "stop", texts)
 
-    def _check_int(self, name: str, low: int, high: int, fix: str) -> None:
+    def _check_int(self, name: str, low: int, high: int, fix: str, too_many: str = "") -> None:
+        """`too_many`: what to do about a number above `high`, where that is not `fix`."""
         value = as_int(getattr(self, name))
         expected = f"an integer from {low} to {high}"
         if value is None:
             self._refuse_type(name, expected, fix)
         if not low <= value <= high:
-            self._refuse(name, expected, fix)
+            self._refuse(name, expected, (too_many or fix) if value > high else fix)
         object.__setattr__(self, name, value)
 
     def _check_real(self, name: str, low: float, high: float, what: str, fix: str) -> None:
@@ -164,6 +171,8 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
             number = value.strip()
             is_list = name == "stop_token_ids"
             fix = f"write {name}={f'[{number}]' if is_list else number}, without quotes"
+        elif name == "max_tokens" and value == math.inf:
+            fix = _AS_LONG
         elif isinstance(value, float) and value.is_integer():
             fix = f"write {name}={int(value)}"
         self._refuse(name, expected, fix, f" of type {type(value).__name__}")

@@ -1,3 +1,6 @@
+import math
+
+import numpy as np
 import pytest
 import torch
 from backend_rig import EMULATED, drawn
@@ -77,3 +80,27 @@ def test_options_may_be_all_that_torch_compile_takes():
         explain_backend(model, drawn(4), torch.zeros(4), options={"iner": "eager"})
     with pytest.raises(ConfigError, match="expected a dict or BackendOptions"):
         explain_backend(model, drawn(4), torch.zeros(4), options="eager")
+
+
+@pytest.mark.parametrize("rate", [0, -1.0, math.nan, math.inf, "1e9", True], ids=repr)
+def test_a_bandwidth_that_gives_no_time_is_refused_before_anything_runs(rate):
+    state = torch.zeros(4)
+    with pytest.raises(
+        ConfigError, match=r"bytes_per_second=.*, expected a finite number above 0; pass"
+    ):
+        explain_backend(_Broken(), drawn(4), state, options=EMULATED, bytes_per_second=rate)
+    assert not state.any()
+
+
+@pytest.mark.parametrize("rate", [1, np.float32(2)], ids=repr)
+def test_a_bandwidth_is_any_number(rate):
+    with torch.inference_mode():
+        report = explain_backend(
+            _Broken(), drawn(4), torch.zeros(4), options=EMULATED, bytes_per_second=rate
+        )
+    assert report.floor_seconds == 48 / rate
+
+
+def test_what_cannot_be_called_is_refused():
+    with pytest.raises(ConfigError, match="the function is 3, expected a function or a module"):
+        explain_backend(3, drawn(4))

@@ -23,6 +23,15 @@ def test_an_unknown_option_is_refused_with_the_known_ones_and_the_nearest():
     assert "did you mean 'max_recordings'?" in message
 
 
+def test_an_unknown_name_is_refused_as_an_unknown_key_is():
+    with pytest.raises(ConfigError) as by_name:
+        BackendOptions(innr="eager")
+    with pytest.raises(ConfigError) as by_key:
+        decode(None, {"innr": "eager"})
+    assert str(by_name.value) == str(by_key.value)
+    assert str(by_name.value).endswith("did you mean 'inner'?")
+
+
 def test_a_wrong_type_is_refused_with_the_expected_one():
     with pytest.raises(ConfigError, match="max_recordings is '3' of type str, expected int"):
         decode(None, {"max_recordings": "3"})

@@ -77,6 +77,32 @@ def test_a_shorter_turn_is_refused_in_words_of_turns() -> None:
         compiled.generate(ids, past_key_values=cache, **GREEDY)
 
 
+@pytest.mark.parametrize(
+    ("held", "turn"), [(1, 2), (2, 1), (2, 3)], ids=lambda rows: f"{rows} rows"
+)
+def test_a_turn_of_other_rows_is_refused_with_both_numbers_and_the_cache_goes_on(
+    held: int, turn: int
+) -> None:
+    with make() as compiled:
+        cache = compiled.new_cache()
+        ids = compiled.generate(prompt(10)[None].expand(held, -1), past_key_values=cache, **GREEDY)
+        other = with_turn(ids[:1]).expand(turn, -1)
+        rows = {1: "1 row", 2: "2 rows", 3: "3 rows"}
+        expected = (
+            f"holds {rows[held]} of 15 tokens, and this turn has {rows[turn]}; expected as many"
+        )
+        short = other[:, :3] if held % turn else other  # as when the turns before are forgotten
+        for wrong in (other, short):
+            with pytest.raises(ContractError, match=expected):
+                compiled.generate(wrong, past_key_values=cache, **GREEDY)
+        with pytest.raises(ContractError, match=expected):
+            mask = torch.ones_like(other)
+            compiled.generate(other[:, 15:], attention_mask=mask, past_key_values=cache, **GREEDY)
+        with pytest.raises(ContractError, match=expected):
+            compiled(other[:, 15:], past_key_values=cache)
+        compiled.generate(with_turn(ids), past_key_values=cache, **GREEDY)
+
+
 def test_new_tokens_alone_are_taken_behind_a_mask_of_all_turns() -> None:
     with make() as compiled:
         cache = compiled.new_cache()

@@ -193,8 +193,12 @@ def test_models_that_cannot_run_as_they_stand_are_refused() -> None:
     mixed.lm_head.to(torch.bfloat16)
     with pytest.raises(ConfigError, match=r"bfloat16.*float32"):
         lower(mixed)
-    with pytest.raises(ConfigError, match="meta"):
+    with pytest.raises(ConfigError, match="on meta, which holds shapes only"):
         lower(build("bamba").to("meta"))
+    with pytest.raises(ConfigError, match=r"pass model\._orig_mod"):
+        lower(torch.compile(build("bamba")))
+    with pytest.raises(ConfigError, match="pass its first entry"):
+        lower((build("bamba"), None))
 
 
 def test_options_that_the_lowered_layers_lack_are_refused() -> None:

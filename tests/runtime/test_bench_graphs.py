@@ -1,5 +1,6 @@
 """`midstream bench graphs` measures what runs here, says why the rest does not, and writes both down."""
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -100,6 +101,34 @@ def test_a_file_that_is_no_config_is_refused(tmp_path, capsys, text, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("model", ["/nope.json", "/nope", ""])
+def test_a_model_that_is_not_there_is_refused_with_both_kinds_that_could_be(capsys, model):
+    assert cli.main(["bench", "graphs", "--model", model]) == 2
+    assert (
+        f"midstream: bench: nothing at --model '{model}'; expected a folder of transformers, or"
+        in (capsys.readouterr().err)
+    )
+
+
+def test_rows_that_the_host_has_no_memory_for_are_told_and_the_others_measured(
+    sizes_file, capsys, monkeypatch
+):
+    measure = bench_graphs.measure
+
+    def small(step, calls):
+        if not measured:
+            measured.append(calls)
+            torch.empty(2**60)
+        return measure(step, calls)
+
+    measured: list[int] = []
+    monkeypatch.setattr(bench_graphs, "measure", small)
+    assert bench(sizes_file, "--rows", "1") == 0
+    lines = {line.split()[1]: line for line in capsys.readouterr().out.splitlines()[1:]}
+    assert lines["eager"].endswith("out of memory")
+    assert float(lines["midstream"].split()[6]) > 0
+
+
 def test_rows_that_cannot_be_measured_are_refused_before_the_model_is_built(sizes_file, capsys):
     assert bench(sizes_file, "--rows", "0") == 2
     assert "--rows [0]; expected numbers >= 1" in capsys.readouterr().err
@@ -107,6 +136,15 @@ def test_rows_that_cannot_be_measured_are_refused_before_the_model_is_built(size
     assert "--calls 0; expected a number >= 1" in capsys.readouterr().err
     assert bench(sizes_file, "--dtype", "float8") == 2
     assert "--dtype 'float8'; expected 'auto' or one of" in capsys.readouterr().err
+
+
+def test_the_most_calls_are_what_the_measured_caches_hold(sizes_file, capsys):
+    most, num_steps = bench_steps.MOST_CALLS, itertools.count(bench_steps._PROMPT)
+    bench_steps.measure(lambda: torch.tensor(next(num_steps)), most)
+    profiled = 0 if torch.cuda.is_available() else bench_steps._PROFILED  # not on a CPU
+    assert next(num_steps) + profiled == bench_steps.MAX_LEN
+    assert bench(sizes_file, "--calls", str(most + 1)) == 2
+    assert f"--calls {most + 1}; expected a number >= 1 and up to {most}" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(

@@ -107,10 +107,13 @@ def test_without_a_gpu_it_says_that_nothing_is_captured(folder, capsys):
 
 
 def test_odd_values_are_refused(folder, capsys):
-    assert explain(folder, "--gb-per-s", "0") == 2
-    assert "--gb-per-s 0.0; expected a rate above 0" in capsys.readouterr().err
+    for rate in ("0", "-1", "nan", "inf"):
+        assert explain(folder, "--gb-per-s", rate) == 2
+        assert f"(--gb-per-s) is {float(rate)}; expected a finite" in capsys.readouterr().err
     assert explain(folder, "--out", str(folder / "config.json" / "results")) == 2
     assert "cannot be made" in capsys.readouterr().err
+    assert explain(folder, "--out", "") == 2
+    assert "--out '' cannot be made (it is empty)" in capsys.readouterr().err
     assert explain(folder, "--graphs", "half") == 2
 
 

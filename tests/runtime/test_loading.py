@@ -156,7 +156,7 @@ def test_what_is_wrong_with_a_checkpoint_is_named_with_the_fix(checkpoint, damag
     assert fix in str(caught.value)
 
 
-@pytest.mark.parametrize("directory", [None, 5, b"model", ["model"]], ids=repr)
+@pytest.mark.parametrize("directory", [None, 5, b"model", ["model"], ""], ids=repr)
 def test_what_is_no_path_is_refused(directory):
     with pytest.raises(ConfigError, match=r"the directory is .*; expected a path; pass the folder"):
         load_model(directory)
@@ -164,7 +164,11 @@ def test_what_is_no_path_is_refused(directory):
 
 @pytest.mark.parametrize(
     "options",
-    [{"dtype": "int8"}, {"dtype": []}, {"device": "gpu"}, {"device": None}, {"device": 1.5}],
+    [
+        {"dtype": "int8"},
+        {"dtype": []},
+        *({"device": device} for device in ("gpu", None, 1.5, "meta", "mps", "xpu:0")),
+    ],
     ids=str,
 )
 def test_an_unknown_dtype_or_device_is_refused(saved, options):
@@ -176,3 +180,24 @@ def test_an_unknown_dtype_or_device_is_refused(saved, options):
 def test_a_gpu_that_is_not_there_is_refused(saved):
     with pytest.raises(ConfigError, match="finds no GPU here"):
         load_model(saved, device="cuda")
+
+
+def test_a_gpu_beyond_those_that_are_there_is_refused(saved, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"device='cuda:2'; expected .*; torch finds 2 GPUs here"):
+        load_model(saved, device="cuda:2")
+
+
+def test_a_misspelt_option_is_refused_with_its_neighbour(saved):
+    with pytest.raises(ConfigError, match="unknown option 'devic'; did you mean 'device'"):
+        load_model(saved, devic="cpu")
+
+
+def test_a_config_that_cannot_be_read_is_refused(saved, monkeypatch):
+    def read_text(path, encoding):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    with pytest.raises(ConfigError, match=r"config.json' cannot be read .*Permission denied"):
+        load_model(saved, device="cpu")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
+
 import pytest
 
 from midstream.errors import ConfigError
@@ -34,3 +37,11 @@ def test_a_kv_block_that_no_kernel_can_address_is_refused_before_anything_that_f
 @pytest.mark.parametrize("block", [1, 2, 64, 1024])
 def test_every_power_of_two_is_a_kv_block(block: int) -> None:
     assert EngineConfig(kv_block=block, state_block=1024).kv_block == block
+
+
+def test_an_unknown_name_is_refused_with_its_neighbour() -> None:
+    with pytest.raises(ConfigError, match="unknown option 'max_row'; did you mean 'max_rows'"):
+        EngineConfig(max_row=4)
+    with pytest.raises(ConfigError, match="unknown option 'zzz'; known: cache_mode, state_block, "):
+        replace(EngineConfig(max_rows=4), zzz=1)
+    assert pickle.loads(pickle.dumps(EngineConfig(max_rows=4))) == EngineConfig(max_rows=4)

@@ -1,12 +1,13 @@
 """Bytes to pages: exact sums, and a reported capacity that runs."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from hash_model import answer
 from host_rig import Case, Rig
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from midstream import ConfigError
@@ -39,6 +40,7 @@ def test_pages_are_planned_from_the_stated_mix() -> None:
     )
 
 
+@settings(deadline=None)  # a busy machine is no fault of the plan
 @given(
     budget=st.integers(1, 10**6),
     state_bytes=st.integers(0, 5000),
@@ -57,6 +59,10 @@ def test_planned_pages_fit_the_budget_or_are_refused(
         num_state, num_kv = plan_pages(config, limits, 0)
     except ConfigError as error:
         assert f"({budget:,} bytes)" in str(error)
+        if found := re.search("set memory to ([0-9,]+) bytes or more", str(error)):
+            least = int(found[1].replace(",", ""))
+            assert least > budget
+            plan_pages(replace(config, memory=least), limits, 0)
         return
     assert num_state >= 4 and num_kv >= 2
     if None in (config.num_state_pages, config.num_kv_pages):
@@ -65,7 +71,9 @@ def test_planned_pages_fit_the_budget_or_are_refused(
 
 def test_a_budget_that_holds_no_sequence_is_refused_with_the_numbers() -> None:
     with pytest.raises(
-        ConfigError, match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV"
+        ConfigError,
+        match=r"memory='4MiB' .*holds 0 state pages of 3,145,728 bytes and 2 KV pages of 1,048,576 bytes; "
+        "expected at least 4 and 2; set memory to 25,165,824 bytes or more$",
     ):
         plan_pages(EngineConfig(memory="4MiB"), LIMITS, 0)
     with pytest.raises(ConfigError, match=r"holds 1 state pages.*and 1 KV pages.*or change num_kv"):

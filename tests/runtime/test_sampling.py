@@ -112,6 +112,13 @@ def test_refuses_with_who_found_expected_and_what_to_do(name: str, value: object
         ("max_tokens", None, "is None of type NoneType; expected an integer .*; leave it out"),
         ("max_tokens", True, "is True of type bool; expected an integer"),
         ("max_tokens", 0, "is 0; expected an integer from 1 to 2147483647; ask for at least one token"),
+        ("max_tokens", 10**12, "is 10{12}; expected an .*; pass 2147483647 for an answer as long as"),
+        ("max_tokens", math.inf, "is inf of type float; expected an .*; pass 2147483647 for an answer as"),
+        ("min_tokens", -1, "is -1; expected an integer from 0 to 16; pass 0 for none"),
+        ("min_tokens", 17, "is 17; expected an integer from 0 to 16; lower it or raise max_tokens"),
+        ("logprobs", -1, "is -1; expected an integer from 0 to 20; pass None for no report"),
+        ("logprobs", 21, "is 21; expected an integer from 0 to 20; ask for fewer, or pass None"),
+        ("stop_token_ids", range(9), "; pass fewer than these 9, or use stop strings for others"),
         ("temperature", " 0.5", "is ' 0.5' of type str; expected 0 .*; write temperature=0.5, with"),
         ("temperature", np.ones(1), "of type ndarray; expected 0 .greedy. or a number"),
         ("temperature", 10**400, "; expected 0 .greedy. or a number"),
@@ -120,7 +127,7 @@ def test_refuses_with_who_found_expected_and_what_to_do(name: str, value: object
         ("stop", 5, "is 5 of type int; expected a string, or several"),
     ],
 )  # fmt: skip
-def test_a_wrong_type_is_named_and_the_right_spelling_shown(
+def test_the_advice_fits_what_is_wrong_be_it_the_type_or_the_end_of_the_range(
     name: str, value: object, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"SamplingParams: {name} .*{message}"):
