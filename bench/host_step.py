@@ -35,6 +35,7 @@ from midstream.runtime.admission import Admission
 from midstream.runtime.chains import Chains
 from midstream.runtime.commit import StepResult
 from midstream.runtime.hashing import BlockHasher, as_keys
+from midstream.runtime.keys import Keys
 from midstream.runtime.live import LiveTable
 from midstream.runtime.ownership import PageOwnership
 from midstream.runtime.pages import PagePool
@@ -110,9 +111,9 @@ class Host:
 
     def __init__(self, engine: midstream.Engine) -> None:
         parts = self.parts = engine._parts
-        for flight in engine._flights:
+        for flight in engine._turns.flights:
             parts.committer.commit(flight.plan, parts.runner.wait(flight))
-        engine._flights.clear()
+        engine._turns.flights.clear()
         self.plan: StepPlan | None = None
         rows = len(parts.scheduler.running)
         self.result = StepResult(
@@ -272,7 +273,9 @@ def test_prefix_lookup(benchmark: Any, known: bool) -> None:
     admission = waiting_request(tokens, index, hasher)
 
     def cold() -> int:
-        return index.lookup(as_keys(hasher.extend(None, tokens)), PROMPT - 1).num_tokens
+        cold_keys = Keys()
+        cold_keys.append(hasher.extend(None, tokens))
+        return index.lookup(cold_keys, PROMPT - 1).num_tokens
 
     def asked_again() -> int:
         ((_, hit),) = admission.candidates(0)

@@ -8,7 +8,8 @@ that 0 is always right.  Nothing is allocated and the interpreter lock is releas
 function as plain Python.
 
     slots   i32[*, S]  the numbers of each slot, as `LiveTable` names them
-    books   i32[2, N]  HELD: how often a page is held; FREE: free pages as a stack, behind their number
+    books   i32[*, N]  HELD: how often a page is held; FREE: free pages as a stack, behind their number;
+                       what other rows say is in runtime/page_passes.py
     deltas  i32[3, E]  changes of E elements as a set: index and value of each, and the place of an index,
                        any number >= 0 where it has none
     rows    i32[8, R]  of each row of a plan: SLOT and its OCCUPANT, COMPUTED before the step, NEW tokens,

@@ -1,8 +1,8 @@
 """
 Block keys of requests, hashed as their tokens become known, and where the blocks stand in the tree.
 
-The keys of a request in a slot are kept as numbers that compiled code writes; its list of Python ints is
-brought up to date when somebody asks for it.  Letters: S slots, Z columns of a block table.
+The keys of a request in a slot are kept where compiled code writes them; the request's own are brought up to
+date when somebody asks for them.  Letters: S slots, Z columns of a block table.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from midstream.runtime.hashing import BlockHasher, Hashes, as_keys, as_words
+from midstream.runtime.keys import Keys
 from midstream.runtime.live import I32, LiveTable
 from midstream.runtime.request import Request
 from midstream.runtime.tree import Node
@@ -42,17 +43,17 @@ class Chains:
         self._extend(slots, num_blocks)
         return as_keys(self._hashes[slots, num_blocks])
 
-    def of_live(self, request: Request, num_tokens: int) -> list[int]:
+    def of_live(self, request: Request, num_tokens: int) -> Keys:
         """Keys that cover the first `num_tokens` tokens of a request in a slot."""
         assert self.hasher is not None
         slot, num_blocks, done = request.slot, num_tokens // self.hasher.block, len(request.hashes)
         if done < num_blocks:
             if self._num_hashed[slot] < num_blocks:
                 self._extend(np.array([slot], np.int32), np.array([num_blocks], np.int32))
-            request.hashes += as_keys(self._hashes[slot, done + 1 : num_blocks + 1])
+            request.hashes.append(self._hashes[slot, done + 1 : num_blocks + 1])
         return request.hashes
 
-    def of_waiting(self, request: Request) -> list[int]:
+    def of_waiting(self, request: Request) -> Keys:
         """Keys of all known tokens of a request without a slot."""
         if self.hasher is not None:
             done, block = len(request.hashes), self.hasher.block
@@ -60,7 +61,7 @@ class Chains:
                 parent = request.hashes[-1] if request.hashes else None
                 extra = b"" if request.hashes else request.root
                 tokens = request.known_tokens()[done * block :]
-                request.hashes += as_keys(self.hasher.extend(parent, tokens, extra))
+                request.hashes.append(self.hasher.extend(parent, tokens, extra))
         return request.hashes
 
     def tail(self, request: Request, num_tokens: int) -> tuple[int, ...]:

@@ -16,7 +16,9 @@ from midstream.runtime.pages import NULL_PAGE
 from midstream.runtime.plan import Chunk, Ending, Publication, StepPlan
 from midstream.runtime.request import Request
 from midstream.runtime.retention import Retention
-from midstream.runtime.tree import Node
+from midstream.runtime.tree import Branch, Node
+
+_FEW = 16  # blocks, from which on a branch of the tree is quicker
 
 
 class Checkpoints:
@@ -29,14 +31,20 @@ class Checkpoints:
         chains: Chains,
         retention: Retention,
         export_alignment: int | None = 1,
+        few: int = _FEW,
     ) -> None:
-        """`export_alignment`: tokens between positions, from the begin of a chunk on, at which the model's
-        scans can export their state; None: at the end of a chunk only."""
+        """
+        Args:
+            export_alignment: tokens between positions, from the begin of a chunk on, at which the model's
+                scans can export their state; None: at the end of a chunk only.
+            few: fewer blocks than that are published one by one.
+        """
         self.live = live
         self.ownership = ownership
         self.chains = chains
         self.retention = retention
         self.export_alignment = export_alignment
+        self.few = few
         self.boundaries = (ownership.state_block, retention.interval) if self.is_on else (0, 0)
         self._most_exports = (
             2 * ownership.layout.num_slots + 8
@@ -146,6 +154,12 @@ class Checkpoints:
 
     # -- commit -------------------------------------------------------------------------------------------
 
+    def prepare(self, plan: StepPlan) -> None:
+        """While the device computes: make ready what `publish` will enter."""
+        for chunk in plan.chunks:
+            if self.is_on and chunk.request.epoch == chunk.epoch and chunk.branch is None:
+                chunk.branch = self._new_branch(chunk)
+
     def publish(self, plan: StepPlan, filled: I32) -> None:
         """Everything that the step wrote becomes visible; rows whose request has left leave only endings.
 
@@ -171,17 +185,42 @@ class Checkpoints:
 
     def _publish_prompt(self, chunk: Chunk) -> None:
         """The KV pages of all blocks that a chunk has completed."""
-        request, grid, slot = chunk.request, self.ownership.kv_block, chunk.request.slot
-        first, end, keys = (
-            chunk.begin // grid,
-            chunk.end // grid,
-            self.chains.of_live(request, chunk.end),
-        )
+        request, grid, last_node = chunk.request, self.ownership.kv_block, self.chains.last_node
+        slot, begin, end = request.slot, chunk.begin // grid, chunk.end // grid
+        branch = chunk.branch or self._new_branch(chunk)
+        if branch is None:
+            self._publish_blocks(request, begin, end)
+            return
+        first = branch.nodes[0].num_tokens // grid - 1
+        self._publish_blocks(request, begin, first)
+        node = last_node[slot]
+        if node is not None and self.ownership.index.tree.graft(node, branch):
+            last_node[slot] = branch.nodes[-1]
+        else:
+            self._publish_blocks(request, first, end)
+
+    def _publish_blocks(self, request: Request, begin: int, end: int) -> None:
+        """Blocks [begin, end) of a request, whatever is there already."""
+        grid, slot = self.ownership.kv_block, request.slot
+        keys = self.chains.of_live(request, end * grid)[begin:end]
         publish, node = self.ownership.index.tree.publish_next, self.chains.last_node[slot]
-        for block, page in enumerate(self.live.kv_table[slot, first:end].tolist(), start=first):
-            node = publish(node, keys[block], (block + 1) * grid, page)
+        for block, page in enumerate(self.live.kv_table[slot, begin:end].tolist(), start=begin):
+            node = publish(node, keys[block - begin], (block + 1) * grid, page)
             node = node or self._publish_block(request, block, page)
         self.chains.last_node[slot] = node
+
+    def _new_branch(self, chunk: Chunk) -> Branch | None:
+        """What a chunk adds to the tree behind its first block and what is known; None if it is little."""
+        grid, tree, slot = self.ownership.kv_block, self.ownership.index.tree, chunk.request.slot
+        first, end = chunk.begin // grid + 1, chunk.end // grid
+        if end - first < self.few:
+            return None
+        keys = self.chains.of_live(chunk.request, chunk.end)
+        first = max(first, tree.longest_known(keys, chunk.end)[1])
+        if end - first < self.few:
+            return None
+        pages = self.live.kv_table[slot, first:end].copy()
+        return tree.new_branch(keys[first:end], pages, first * grid)
 
     def _publish_answers(self, plan: StepPlan, rows: I32) -> None:
         """The KV page of the block that each of these decoding rows has completed."""

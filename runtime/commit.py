@@ -60,6 +60,10 @@ class Committer:
             ownership.kv_block, self._heeded, self._filled, self._tally,
         )  # fmt: skip
 
+    def prepare(self, plan: StepPlan) -> None:
+        """What `commit` needs and can be made while the device computes; may be left out."""
+        self.scheduler.checkpoints.prepare(plan)
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[Arrival]:
         """Tokens of requests that are watched, started or finished by this step, in row order."""
         self._commit_rows(plan.rows, plan.num_rows, result.token, result.logprob)

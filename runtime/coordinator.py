@@ -17,13 +17,12 @@ enters.
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from midstream.runtime.page_passes import I32, fill_chain
 from midstream.runtime.pages import NULL_PAGE
 from midstream.runtime.tree import Node
 
@@ -45,7 +44,9 @@ class Hit:
     ]  # of each window: NULL_PAGE where it no longer reaches
     kv_match_tokens: int  # longest match of full attention alone
     evictions: int  # the index's count of dropped keys when this was found
-    _kv_pages: npt.NDArray[np.int32] | None = None
+    kv_above: I32  # i32[N]  KV page before that of each published KV page
+    num_blocks: int  # whole blocks before the resume point
+    _kv_pages: I32 | None = None
 
     @property
     def junction(self) -> int:
@@ -53,16 +54,14 @@ class Hit:
         return self.kv_match_tokens if self.kv_match_tokens > self.num_tokens else 0
 
     @property
-    def kv_pages(self) -> npt.NDArray[np.int32]:
-        """i32[n]  page of each whole block before the resume point; read from the tree at the first call."""
+    def kv_pages(self) -> I32:
+        """i32[n]  page of each whole block before the resume point; found at the first call."""
         if self._kv_pages is None:
-            pages, node = array("i"), self.node
-            if node is not None and node.tail:
-                node = node.parent
-            while node is not None and node.parent is not None:
-                pages.append(node.pages[0])
-                node = node.parent
-            self._kv_pages = np.array(pages, np.int32)[::-1].copy()
+            pages, node = np.empty(self.num_blocks, np.int32), self.node
+            last = node.parent if node is not None and node.tail else node
+            if last is not None:
+                fill_chain(self.kv_above, last.pages[0], pages)
+            self._kv_pages = pages
         return self._kv_pages
 
     def take_pages_of(self, earlier: Hit) -> None:

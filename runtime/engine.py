@@ -11,14 +11,12 @@ An engine belongs to one thread.  Several engines may live in one process, each 
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from tqdm import tqdm
@@ -26,42 +24,22 @@ from tqdm import tqdm
 from midstream.compiler.changes import WAY_BACK
 from midstream.errors import ConfigError, ContractError
 from midstream.runtime.assembly import Parts, assemble
-from midstream.runtime.commit import Arrival
 from midstream.runtime.config import ResolvedConfig, engine_config
 from midstream.runtime.events import EventLog
-from midstream.runtime.explain import NOT_YET, never_looked_up, sentence
+from midstream.runtime.handles import Handle, Update, id_of
 from midstream.runtime.intake import Prompt
 from midstream.runtime.interrupts import deferred_interrupt
+from midstream.runtime.ledger import Ledger
 from midstream.runtime.metrics import prometheus_text
-from midstream.runtime.plan import StepPlan
-from midstream.runtime.poison import poison_free_pages
-from midstream.runtime.request import Lookup, Output, Request
-from midstream.runtime.runner import InFlight
+from midstream.runtime.request import Output, Request
 from midstream.runtime.sampling import SamplingParams, as_int
 from midstream.runtime.settings import read_settings
 from midstream.runtime.shadow import Shadow
+from midstream.runtime.stats import collect
 from midstream.runtime.text import check_tokenizer
+from midstream.runtime.turns import Turns
 
-_log = logging.getLogger("midstream")
-
-_REMEMBERED = 4096  # finished requests that explain() still knows
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """Names a request of an engine."""
-
-    request_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """News of one request: a token that arrived, and the output when it was the last."""
-
-    handle: Handle
-    token_ids: tuple[int, ...]
-    text: str | None
-    output: Output | None
+__all__ = ["Engine", "Handle", "Update"]
 
 
 class Engine:
@@ -88,14 +66,9 @@ class Engine:
         self._undo = weakref.finalize(self, self._parts.lowered.undo)
         setattr(model, WAY_BACK, weakref.WeakMethod(self.close))
         self._name = f"Engine of {type(model).__name__} on {self._parts.lowered.device}"
-        self._requests: dict[int, Request] = {}
-        self._ended: OrderedDict[int, Lookup | str] = OrderedDict()  # or why there was no lookup
-        self._flights: deque[InFlight] = deque()
-        self._arrivals: deque[Arrival] = deque()  # committed, not yet looked at
-        self._updates: list[Update] = []  # for `step()`
-        self._inside = threading.RLock()  # held during a step
-        self._inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
-        self._counts = dict.fromkeys(("steps", "prompt_tokens", "cached_tokens"), 0)
+        self._ledger = Ledger()
+        self._turns = Turns(self._parts, self._ledger)
+        self._inside = threading.RLock()  # held during a turn
         self._closed = False
         self.debug(poison=settings.poison, shadow_every=settings.shadow_every)
         try:
@@ -168,52 +141,30 @@ class Engine:
     def step(self) -> list[Update]:
         """Launch the next step and return what the step before it brought.  Empty when nothing arrived."""
         self._check_open()
-        self._turn()
-        updates, self._updates = self._updates, []
-        return updates
+        self._take_turn()
+        return self._ledger.take_updates()
 
     def abort(self, handle: Handle) -> None:
         """End a request now.  Its output arrives with the next `step()`; unknown handles are ignored."""
         self._check_open()
-        request = self._requests.get(_id_of(handle))
+        request = self._ledger.open.get(id_of(handle))
         if request is not None:
-            self._finish(request, "abort", (), None)
+            self._turns.finish(request, "abort", (), None)
 
     @property
     def num_unfinished(self) -> int:
         """Requests that have not finished."""
-        return len(self._requests)
+        return len(self._ledger.open)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction, and the pages of both pools now; of a closed engine, as it ended."""
-        if self._closed:
-            return self._last_stats
-        parts = self._parts
-        pools = {"kv": parts.ownership.kv_pool, "state": parts.ownership.state_pool}
-        return self._counts | {
-            "waiting": len(parts.scheduler.waiting),
-            "running": len(parts.scheduler.running),
-            "output_tokens": parts.committer.num_tokens,
-            "preemptions": parts.scheduler.num_preemptions,
-            "cache": parts.scheduler.admission.counters.as_dict()
-            | {
-                "lookups": parts.ownership.index.num_lookups,
-                "evictions": parts.ownership.index.evictions,
-            },
-            "graph_replays": parts.runner.graphs.num_replays,
-            "graph_fallbacks": dict(parts.runner.graphs.fallbacks),
-            "graphs": parts.runner.graphs.stats(),
-            "pages": {
-                name: {"free": p.num_free, "cached": p.num_cached, "owned": p.num_owned}
-                for name, p in pools.items()
-            },
-        }
+        return self._last_stats if self._closed else collect(self._parts, self._turns.counts)
 
     def explain(self, request: Handle | Output | int) -> str:
         """Why a request reused what it reused, in a sentence that ends with one of these reasons.
 
         The words are those that `stats()["cache"]["reasons"]` counts by:
-            all: nothing to gain, it reused all that the grid of KV pages allows.
+            all: nothing to gain, it reused all but less than one KV page (kv_block tokens).
             longest: it reused the longest beginning that was ever computed here.
             unknown: nothing of its beginning is saved; the first prompt of its kind.
             no state: attention could go further, but no recurrent state was ever saved there; the next
@@ -230,15 +181,7 @@ class Engine:
             ContractError: the engine does not know the request.
         """
         number = request.request_id if isinstance(request, Output) else as_int(request)
-        number = _id_of(request) if number is None else number
-        live = self._requests.get(number)
-        if live is None and number not in self._ended:
-            raise ContractError(
-                f"Engine: request {number} is not known here; expected one of this engine, among the last "
-                f"{_REMEMBERED} that finished; ask sooner"
-            )
-        found = self._ended[number] if live is None else live.lookup or NOT_YET
-        return found if isinstance(found, str) else sentence(found)
+        return self._ledger.explain(id_of(request) if number is None else number)
 
     def metrics(self) -> str:
         """The counters of `stats` in the text format of Prometheus."""
@@ -259,13 +202,12 @@ class Engine:
             ContractError: while requests are unfinished; their state belongs to the old weights.
         """
         self._check_open()
-        if self._requests:
+        if self.num_unfinished:
             raise ContractError(
-                f"Engine: weights_changed() with {len(self._requests)} unfinished requests; "
+                f"Engine: weights_changed() with {self.num_unfinished} unfinished requests; "
                 "expected none; finish or abort them"
             )
-        while self._flights:  # computes what nobody waits for
-            self._commit(self._flights.popleft())
+        self._turns.settle()  # what nobody waits for
         self._parts.ownership.index.reset()
         if self._parts.runner.moved_weights():
             self._parts.runner.recapture()
@@ -323,7 +265,7 @@ class Engine:
             last_first.callback(self._let_go)
             last_first.callback(self._parts.runner.release_graphs)
             last_first.callback(self._end_all)
-            for flight in self._flights:
+            for flight in self._turns.flights:
                 self._parts.runner.wait(flight)
 
     def __repr__(self) -> str:
@@ -346,157 +288,13 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- the step -------------------------------------------------------------------------------------
-
-    def _turn(self) -> None:
-        """Launch the next step and take in what the step before it brought."""
-        with self._alone(), deferred_interrupt():
-            self._turn_whole()
-
-    def _turn_whole(self) -> None:
-        self._deliver()
-        self._notice_moved_weights()
-        plan = self._schedule()
-        if plan is not None:
-            self._launch(plan)
-        elif not self._flights:
-            self._refuse_stuck()
-        if len(self._flights) > 1 or (plan is None and self._flights):
-            self._commit(self._flights.popleft())
-
-    def _schedule(self) -> StepPlan | None:
-        scheduler = self._parts.scheduler
-        try:
-            return scheduler.next_step()
-        except BaseException as error:
-            self._fail(list(scheduler.running), error)  # which of them were moved is not known
-            raise
-
-    def _notice_moved_weights(self) -> None:
-        """Before requests start on an idle engine: graphs and saved state of other weights must go."""
-        parts = self._parts
-        if self._flights or parts.scheduler.running or not parts.scheduler.waiting:
-            return
-        if moved := parts.runner.moved_weights():
-            _log.warning(
-                "%d tensors of the model moved, such as %s: saved state is dropped and graphs are captured "
-                "again; call weights_changed() after changing weights", len(moved), moved[0],
-            )  # fmt: skip
-            parts.ownership.index.reset()
-            parts.runner.recapture()
-
-    def _launch(self, plan: StepPlan) -> None:
-        parts = self._parts
-        try:
-            if parts.runner.poison:
-                poison_free_pages(parts)
-            self._flights.append(parts.runner.launch(plan))
-        except BaseException as error:
-            self._give_up(plan, error)
-            raise
-        self._counts["steps"] += 1
-        self._counts["prompt_tokens"] += sum(chunk.end - chunk.begin for chunk in plan.chunks)
-
-    def _commit(self, flight: InFlight) -> None:
-        try:
-            result = self._parts.runner.wait(flight)
-            self._arrivals += self._parts.committer.commit(flight.plan, result)
-        except BaseException as error:
-            self._give_up(flight.plan, error)
-            raise
-        self._deliver()
-
-    def _deliver(self) -> None:
-        """Look at the tokens that were committed; an exception leaves the rest to the next turn."""
-        while self._arrivals:
-            arrival = self._arrivals.popleft()
-            request = arrival.request
-            try:
-                # what an exception left behind may have ended since
-                if request.request_id in self._requests:
-                    self._arrive(arrival)
-            except BaseException as error:
-                if request.request_id in self._requests:
-                    self._fail([request], error)
-                raise
-
-    def _arrive(self, arrival: Arrival) -> None:
-        request, reason = arrival.request, arrival.finish_reason
-        text = None
-        if request.watched:
-            text, stopped = self._parts.emitter.push(arrival)
-            reason = "stop" if stopped else reason
-        if arrival.is_broken:
-            cause = "the model's logits are NaN or infinite; check its weights and dtype"
-            self._fail([request], f"{cause}; all saved state was dropped")
-        elif reason is not None:
-            self._finish(request, reason, (arrival.token_id,), text)
-        elif request.streamed:
-            self._post(request, (arrival.token_id,), text, None)
-
-    def _finish(
-        self, request: Request, reason: str, token_ids: tuple[int, ...], text: str | None
-    ) -> None:
-        # the last state of an answer serves the next turn
-        self._parts.scheduler.drop(request, keep=reason in ("stop", "length"))
-        try:
-            whole = self._parts.emitter.finish(request, request.outputs)
-        except BaseException as error:
-            self._fail([request], error)
-            raise
-        request.finish_reason = reason
-        self._close_request(request, token_ids, text, whole)
-
-    def _fail(self, requests: list[Request], error: BaseException | str) -> None:
-        """End requests with an error; the others go on."""
-        for request in requests:
-            self._parts.scheduler.drop(request)
-            request.finish_reason = "error"
-            request.error = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-            self._close_request(request, (), None, self._parts.emitter.abandon(request))
-
-    def _close_request(
-        self, request: Request, token_ids: tuple[int, ...], text: str | None, whole: str | None
-    ) -> None:
-        output = self._parts.intake.output(request, whole)
-        self._counts["cached_tokens"] += output.num_cached_tokens
-        del self._requests[request.request_id]
-        self._remember(request)
-        self._post(request, token_ids, text, output)
-
-    def _remember(self, request: Request) -> None:
-        """What `explain` says of a request that has ended."""
-        self._ended[request.request_id] = request.lookup or never_looked_up(request)
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
-
-    def _post(
-        self, request: Request, token_ids: tuple[int, ...], text: str | None, output: Output | None
-    ) -> None:
-        """Report to the generator that asked for the request, else to `step()`."""
-        inbox = self._inboxes.get(request.request_id)
-        to = self._updates if inbox is None else inbox
-        to.append(Update(Handle(request.request_id), token_ids, text, output))
-
-    def _give_up(self, plan: StepPlan, error: BaseException) -> None:
-        """A step broke: its requests end with an error."""
-        epochs = set(plan.epoch.tolist())
-        self._fail([r for r in self._parts.scheduler.running if r.epoch in epochs], error)
-        self._parts.ownership.give_back(plan)
-
-    def _refuse_stuck(self) -> None:
-        """Nothing runs and nothing can start: end the first request rather than wait for ever."""
-        if self._parts.scheduler.waiting and not self._parts.scheduler.running:
-            request = self._parts.scheduler.waiting[0]
-            self._fail([request], f"no room to start it, pages: {self.stats()['pages']}")
-
     # -- helpers ----------------------------------------------------------------------------------------
 
     def _queue(self, request: Request) -> Handle:
         self._parts.intake.arrive(request)
-        self._requests[request.request_id] = request
+        handle = self._ledger.enter(request)
         self._parts.scheduler.add(request)
-        return Handle(request.request_id)
+        return handle
 
     def _in_order(self, requests: list[Request]) -> Iterator[Output]:
         awaited = deque(requests)
@@ -512,13 +310,15 @@ class Engine:
         self._check_open()
         inbox: deque[Update] = deque()
         ids = [self._queue(request).request_id for request in requests]
-        self._inboxes |= dict.fromkeys(ids, inbox)
+        self._ledger.inboxes |= dict.fromkeys(ids, inbox)
         num_open = len(ids)
         try:
             while num_open or inbox:
                 if not inbox:
-                    self._check_open()
-                    self._turn()
+                    if self._closed:
+                        left = f"{num_open} of {len(ids)} requests of this iterator unfinished"
+                        raise _closed(f"the engine was closed with {left}")
+                    self._take_turn()
                 while inbox:
                     update = inbox.popleft()
                     num_open -= update.output is not None
@@ -527,26 +327,18 @@ class Engine:
             for request_id in ids:
                 if not self._closed:
                     self.abort(Handle(request_id))
-                del self._inboxes[request_id]
+                del self._ledger.inboxes[request_id]
 
     def _end_all(self) -> None:
-        """Close the books: no request is left, every page is free or cached."""
         try:
-            while self._requests:
-                _, request = self._requests.popitem()
-                self._parts.scheduler.drop(request)
-                request.finish_reason = "abort"
-                self._remember(request)
-            while self._flights:
-                self._parts.ownership.give_back(self._flights.popleft().plan)
+            self._turns.end_all()
         finally:
-            self._requests.clear()
             self._last_stats = self.stats()
             self._closed = True
 
     def _let_go(self) -> None:
         self._undo()
-        del self._parts
+        del self._parts, self._turns
 
     def _warm_up(self) -> None:
         runner = self._parts.runner
@@ -557,9 +349,13 @@ class Engine:
             ) as bar:
                 runner.graphs.warm_up(missing, lambda _: bar.update())
 
+    def _take_turn(self) -> None:
+        with self._alone(), deferred_interrupt():
+            self._turns.turn()
+
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        """Keep other threads out.  Raises ContractError where one is inside of a step."""
+        """Keep other threads out.  Raises ContractError where one is inside of a turn."""
         if not self._inside.acquire(blocking=False):
             raise ContractError(
                 "Engine: a second thread called it during a step, expected one thread at a time; give each "
@@ -575,14 +371,10 @@ class Engine:
         with self._alone():
             pass
         if self._closed:
-            raise ContractError(
-                "Engine: the engine is closed; expected an open one; make a new one, or close it later"
-            )
+            raise _closed("the engine is closed")
 
 
-def _id_of(handle: Any) -> int:
-    if not isinstance(handle, Handle):
-        raise ConfigError(
-            f"Engine: {handle!r} is no handle; expected what `add` returned; keep it with the request"
-        )
-    return handle.request_id
+def _closed(found: str) -> ContractError:
+    return ContractError(
+        f"Engine: {found}; expected an open one; make a new one, or close it later"
+    )

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
-from midstream.runtime.pages import PagePool
+from midstream.runtime.pages import I32, PagePool
 from midstream.runtime.tree import Node, Value
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class LruEvictor:
     def make_room(self, pool: PagePool, wanted: int) -> None:
         self._index.drop_page(pool, pool.oldest_cached())
 
-    def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
+    def on_cached(self, pool: PagePool, pages: I32) -> None:
         self._index.drop_copies(pool, pages)
 
     def on_bare(self, nodes: Sequence[Node]) -> None:
@@ -88,15 +88,20 @@ class ValueEvictor:
         if pool.num_free == before:
             index.drop_page(pool, pool.oldest_cached())
 
-    def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
+    def on_cached(self, pool: PagePool, pages: I32) -> None:
         index = self._index
         pages = index.drop_copies(pool, pages)
         if pool is index.kv_pool:
-            for page in pages:
-                if not index.is_useful(page):
+            place = 0
+            while place < len(pages):
+                page = int(pages[place])
+                if index.is_useful(page):  # and so is what it stands on
+                    place = index.tree.end_of_chain(pages, place)
+                else:
                     self._mark_bare(page)
+                    place += 1
         elif pool is index.state_pool:
-            for page in pages:
+            for page in pages.tolist():
                 node = index.node_of_state(page)
                 assert node.value is not None
                 node.value.age = (self._age[_STATE], self._age[_KV])
@@ -136,11 +141,16 @@ class ValueEvictor:
         """Drop KV pages that are of no use, longest so first, until `wanted` more are free."""
         pool, index, bare = self._index.kv_pool, self._index, self._bare
         before = pool.num_free
-        while bare and pool.num_free < before + wanted:
-            page, _ = bare.popitem(last=False)
-            # it may have been used, covered or dropped since
-            if pool.is_published(page) and not pool.refcount(page) and not index.is_useful(page):
-                index.drop_page(pool, page)
+        while bare and (missing := before + wanted - pool.num_free) > 0:
+            oldest = [bare.popitem(last=False)[0] for _ in range(min(missing, len(bare)))]
+            for page in index.tree.forget_leaves(oldest):
+                # it may have been used, covered or dropped since
+                if (
+                    pool.is_published(page)
+                    and not pool.refcount(page)
+                    and not index.is_useful(page)
+                ):
+                    index.drop_page(pool, page)
         return pool.num_free > before
 
     def _drop_checkpoint(self, order: int) -> bool:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from midstream.errors import CapacityError
 from midstream.runtime.coordinator import Hit
 from midstream.runtime.live import I32, LiveTable
@@ -44,6 +46,13 @@ class PageOwnership:
         self.kv_block = kv_block
         self.state_block = state_block
         self.keeps_all = keeps_all
+
+    def pages_by_pool(self) -> dict[str, dict[str, int]]:
+        """Free, cached and owned pages of both pools."""
+        return {
+            name: {"free": pool.num_free, "cached": pool.num_cached, "owned": pool.num_owned}
+            for name, pool in (("kv", self.kv_pool), ("state", self.state_pool))
+        }
 
     def can_admit_any(self) -> bool:
         """False when not even a request of one token fits, whatever it hits."""
@@ -109,7 +118,9 @@ class PageOwnership:
         """Give back all that a request owns that is in a slot.  Published pages stay cached."""
         slot, live = request.slot, self.live
         # forget before releasing: whoever is interrupted and tries again releases nothing twice
-        kv_pages = [request.tail_page, *live.kv_pages(slot)]
+        num_held = int(live.num_kv_pages[slot])
+        kv_pages = np.empty(num_held + 1, np.int32)
+        kv_pages[0], kv_pages[1:] = request.tail_page, live.kv_table[slot, :num_held]
         state_pages = [*request.state_pages, int(live.running_page[slot]), request.resume_page]
         live.num_kv_pages[slot] = live.running_page[slot] = 0
         request.state_pages = []

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from midstream.errors import ContractError
+from midstream.runtime import page_passes
 from midstream.runtime.events import Cleared, EventLog, Removed, Stored
-from midstream.runtime.pages import NULL_PAGE, PagePool
-from midstream.runtime.tree import Node, is_covered
+from midstream.runtime.pages import I32, NULL_PAGE, PagePool
+from midstream.runtime.tree import Branch, Node, is_covered
 
 KV = 0  # place of the full attention group in `Node.pages`
 
@@ -48,6 +51,11 @@ class PageGroup:
         """The prefixes that a page holds."""
         node = self.node_of.get(page)
         return [] if node is None else [node, *self.more_of.get(page, ())]
+
+    def pages(self, node: Node) -> list[int]:
+        """The pages of a prefix."""
+        page = node.pages[self.place]
+        return [page, *self.copies.get(node, ())] if page else []
 
     def pop_nodes(self, page: int) -> list[Node]:
         """The prefixes of a published page, which is entered no longer."""
@@ -87,6 +95,9 @@ class PagedTree:
         self.num_changes = 0  # of what lookups find
         self.num_dropped = 0  # pages that lookups found and no longer do
         self._roots: dict[bytes, Node] = {}
+        # i32[N]  KV page before that of each published KV page, so that a prefix is read without its nodes
+        self.above: I32 = np.zeros(pools[KV].num_pages, np.int32)
+        self._above: memoryview = self.above.data  # faster to index from Python
 
     # -- prefixes -----------------------------------------------------------------------------------
 
@@ -152,10 +163,39 @@ class PagedTree:
         ):
             return None
         self._kv.pool.publish(page)
+        self._above[page] = parent.pages[KV]
         node = self.nodes[key] = node_of[page] = Node(key, parent, num_tokens, len(self.groups))
         node.pages[KV] = page
         self.num_changes += 1
         return node
+
+    def new_branch(self, keys: list[int], pages: I32, num_tokens: int) -> Branch:
+        """For `graft`: blocks behind a prefix of `num_tokens` tokens that are not to be seen yet."""
+        return Branch.of(keys, pages, num_tokens, self.kv_block, len(self.groups))
+
+    def graft(self, parent: Node, branch: Branch) -> bool:
+        """Publish a whole branch behind a known prefix.
+
+        Returns:
+            False, and nothing changes, where a block or a page is known: the caller must look closer.
+        """
+        kv, pages = self._kv, branch.pages.tolist()
+        if (
+            not parent.pages[KV]  # out of the tree
+            or parent.num_tokens + self.kv_block != branch.nodes[0].num_tokens
+            or not self.nodes.keys().isdisjoint(branch.keys)
+            or not kv.node_of.keys().isdisjoint(pages)
+            or self.log is not None
+        ):
+            return False
+        kv.pool.publish_all(branch.pages)
+        self.above[branch.pages[1:]] = branch.pages[:-1]
+        self.above[branch.pages[0]] = parent.pages[KV]
+        self.nodes.update(zip(branch.keys, branch.nodes, strict=True))
+        kv.node_of.update(zip(pages, branch.nodes, strict=True))
+        branch.nodes[0].enter(parent)
+        self.num_changes += len(branch.nodes)
+        return True
 
     def publish(self, place: int, node: Node, page: int) -> bool:
         """Make the page of a group findable under a prefix; False when the prefix has one already."""
@@ -164,6 +204,8 @@ class PagedTree:
             if page not in group.node_of:
                 group.pool.publish(page)
                 group.node_of[page] = node
+                if place == KV:
+                    self._above[page] = _page_above(node)
             elif not group.share_page(page, node):
                 return False
         except ContractError:
@@ -188,6 +230,8 @@ class PagedTree:
                 copies.remove(page)
             else:
                 node.pages[group.place] = copies.pop(0) if copies else NULL_PAGE
+                if group.place == KV and node.pages[KV]:
+                    self._move_above(node)
                 self.num_dropped += 1  # hits that were found before name the page that goes
                 self.num_changes += 1
                 if self.log is not None and not node.pages[group.place]:
@@ -199,48 +243,56 @@ class PagedTree:
             self.prune(node)
         return nodes
 
-    def forget_leaf(self, page: int) -> bool:
-        """`forget` a KV page at the end of a branch that holds nothing else: most of those that are evicted.
+    def forget_leaves(self, pages: Sequence[int]) -> list[int]:
+        """`forget` cached KV pages at the ends of branches that hold nothing else: most that are evicted.
 
         Returns:
-            False where the caller must look closer.
+            The other pages; the caller must look closer.
         """
-        kv = self._kv
-        node = kv.node_of.get(page)
-        if (
-            node is None
-            or not node.is_leaf
-            or node.tail
-            or sum(node.pages) != page
-            or page in kv.more_of
-            or node in kv.copies
-            or self.log is not None
-        ):
-            return False
-        del kv.node_of[page], self.nodes[node.key]
-        kv.pool.unpublish(page)
-        node.pages[KV] = NULL_PAGE
-        node.detach()  # what it stands on has a KV page, or is a root
-        self.num_dropped += 1
-        self.num_changes += 1
-        return True
+        kv, nodes, gone, others = self._kv, self.nodes, list[int](), list[int]()
+        for page in pages:
+            node = kv.node_of.get(page)
+            if (
+                node is None
+                or not node.is_leaf
+                or node.tail
+                or sum(node.pages) != page
+                or kv.pool.refcount(page)
+                or page in kv.more_of
+                or node in kv.copies
+                or self.log is not None
+            ):
+                others.append(page)
+                continue
+            del kv.node_of[page], nodes[node.key]
+            node.pages[KV] = NULL_PAGE
+            node.detach()  # what it stands on has a KV page, or is a root
+            gone.append(page)
+        kv.pool.unpublish_cached(gone)
+        self.num_dropped += len(gone)
+        self.num_changes += len(gone)
+        return others
 
     def group_of(self, pool: PagePool) -> PageGroup:
         """The group whose pages are in `pool`."""
         return next(group for group in self.groups if group.pool is pool)
 
-    def drop_copies(self, pool: PagePool, pages: Sequence[int]) -> list[int]:
+    def drop_copies(self, pool: PagePool, pages: I32) -> I32:
         """Unpublish those of the cached pages whose prefixes have another page; returns the others."""
         group = self.group_of(pool)
         if not group.copies:
-            return list(pages)
+            return pages
         kept = []
-        for page in pages:
+        for page in pages.tolist():
             if all(group.has_other(node, page) for node in group.nodes(page)):
                 self.forget(group, page)
             else:
                 kept.append(page)
-        return kept
+        return np.array(kept, np.int32)
+
+    def end_of_chain(self, pages: I32, first: int) -> int:
+        """From place `first` on each KV page stands on the one after it, up to the place returned."""
+        return page_passes.end_of_chain(self.above, pages, first)
 
     def clear(self) -> None:
         """Forget all prefixes.  Cached pages become free; owned pages stay with their owners, private."""
@@ -282,6 +334,7 @@ class PagedTree:
             for node in root.below():
                 num_nodes += not node.tail
                 self._check_node(node)
+                self._check_above(node)
                 for place, page in enumerate(node.pages):
                     reached[place] |= {page, *self.groups[place].copies.get(node, ())} - {NULL_PAGE}
         for group, pages in zip(self.groups, reached, strict=True):
@@ -311,6 +364,20 @@ class PagedTree:
                 "other page and equal counts; this is a bug in the index"
             )
 
+    def _check_above(self, node: Node) -> None:
+        for page in self._kv.pages(node):
+            if self._above[page] != _page_above(node):
+                raise ContractError(
+                    f"PagedTree: KV page {page} of {node.num_tokens} tokens is noted behind page "
+                    f"{self._above[page]}; expected {_page_above(node)}; this is a bug in the index"
+                )
+
+    def _move_above(self, node: Node) -> None:
+        """A prefix has got another KV page: note it with the pages that stand on it."""
+        for child in node.children():
+            for page in self._kv.pages(child):
+                self._above[page] = node.pages[KV]
+
     def _root(self, root: bytes) -> Node:
         found = self._roots.get(root)
         if found is None:
@@ -323,3 +390,7 @@ class PagedTree:
 
     def _name(self, place: int) -> str:
         return self.groups[place].pool.name
+
+
+def _page_above(node: Node) -> int:
+    return 0 if node.parent is None else node.parent.pages[KV]

@@ -16,18 +16,21 @@ cached page goes (`Evictor`); without one it is the page that was released longe
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from midstream.errors import CapacityError, ConfigError, ContractError
+from midstream.ops.host_decode import FREE, HELD
+from midstream.runtime import page_passes
+from midstream.runtime.page_passes import DONE, NEWER, PUBLISHED
 
 NULL_PAGE = 0  # equals ops.registry.NULL_PAGE; this file does without torch
 
-Pages = int | Sequence[int]  # one page or several; null pages among them are ignored
+I32 = npt.NDArray[np.int32]
+Pages = int | Sequence[int] | I32  # one page or several; null pages among them are ignored
 
 
 class Evictor(Protocol):
@@ -36,8 +39,11 @@ class Evictor(Protocol):
     def make_room(self, pool: PagePool, wanted: int) -> None:
         """Unpublish cached pages of the pool, one at least, and better as many as `take` lacks."""
 
-    def on_cached(self, pool: PagePool, pages: Sequence[int]) -> None:
-        """Published pages have lost their last holder.  Some of them may be unpublished here."""
+    def on_cached(self, pool: PagePool, pages: I32) -> None:
+        """Published pages have lost their last holder.  Some of them may be unpublished here.
+
+        `pages` is used again for the next release.
+        """
 
 
 class PagePool:
@@ -61,14 +67,16 @@ class PagePool:
             )
         self.num_pages = num_pages
         self.name = name
-        self.books = np.zeros((2, num_pages), np.int32)  # as in ops/host_decode.py
+        self.books: I32 = np.zeros((page_passes.NUM_BOOKS, num_pages), np.int32)
         # faster to index from Python
-        self._refcount: memoryview = memoryview(self.books[0])
-        self._free: memoryview = memoryview(self.books[1])
-        self.books[1] = range(num_pages, 0, -1)  # a stack behind its height: taken from the end
+        self._refcount: memoryview = memoryview(self.books[HELD])
+        self._free: memoryview = memoryview(self.books[FREE])
+        self._published: memoryview = memoryview(self.books[PUBLISHED])
+        self._books: memoryview = self.books.data
+        self.books[FREE] = range(num_pages, 0, -1)  # a stack behind its height: taken from the end
         self._free[0] = num_pages - 1
-        self._published = bytearray(num_pages)
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently released first
+        self._just_cached: I32 = np.zeros(num_pages, np.int32)
+        self._num_just_cached: I32 = np.zeros(1, np.int32)
         self._evictor: Evictor | None = None
 
     @property
@@ -77,16 +85,16 @@ class PagePool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached)
+        return self._published[0]
 
     @property
     def num_owned(self) -> int:
-        return self.num_pages - 1 - self._free[0] - len(self._cached)
+        return self.num_pages - 1 - self.available
 
     @property
     def available(self) -> int:
         """Pages that `take` can hand out now."""
-        return self._free[0] + len(self._cached)
+        return self._free[0] + self._published[0]
 
     def free_pages(self) -> list[int]:
         """Pages that hold nothing."""
@@ -95,16 +103,23 @@ class PagePool:
     def refcount(self, page: int) -> int:
         return self._refcount[page]
 
-    def num_unheld(self, pages: npt.NDArray[np.int32]) -> int:
+    def num_unheld(self, pages: I32) -> int:
         """How many of the pages are held by nobody."""
-        return len(pages) - int(np.count_nonzero(self.books[0].take(pages)))
+        return len(pages) - int(np.count_nonzero(self.books[HELD].take(pages)))
 
     def is_published(self, page: int) -> bool:
-        return bool(self._published[page])
+        return page != NULL_PAGE and bool(self._published[page])
 
     def oldest_cached(self) -> int:
         """The cached page that was released longest ago; NULL_PAGE if none is cached."""
-        return next(iter(self._cached), NULL_PAGE)
+        return self._books[NEWER, NULL_PAGE]
+
+    def cached_pages(self) -> Iterator[int]:
+        """Cached pages, least recently released first."""
+        page = self.oldest_cached()
+        while page != NULL_PAGE:
+            yield page
+            page = self._books[NEWER, page]
 
     def set_evictor(self, evictor: Evictor) -> None:
         """Let `evictor` choose what goes.  Raises ContractError when there is one already."""
@@ -135,12 +150,9 @@ class PagePool:
         while self._free[0] < count:
             self._evict(count - self.num_free)
         # made before anything changes: what raises here takes nothing
-        height = self._free[0]
-        taken: list[int] = self._free[height - count + 1 : height + 1].tolist()[::-1]
-        for page in taken:
-            self._refcount[page] = 1
-        self._free[0] = height - count
-        return taken
+        taken = np.empty(count, np.int32)
+        page_passes.take_pages(self.books, taken)
+        return taken.tolist()
 
     def share(self, pages: Pages) -> None:
         """Hold owned or cached pages once more; a cached page can no longer be evicted.
@@ -148,17 +160,14 @@ class PagePool:
         Raises:
             ContractError: a page is free, so its content belongs to nobody; nothing changed.
         """
-        held, refcount, published = self._without_null(pages), self._refcount, self._published
-        for page in held:
-            if not refcount[page] and not published[page]:
-                raise ContractError(
-                    f"PagePool {self.name}: page {page} is free and cannot be shared; expected an "
-                    "owned or cached page; look the prefix up again, its page was evicted"
-                )
-        for page in held:
-            if not refcount[page]:
-                del self._cached[page]
-            refcount[page] += 1
+        listed = _array_of(pages)
+        place = page_passes.share_pages(self.books, listed)
+        if place != DONE:
+            page = self._check_known(int(listed[place]))
+            raise ContractError(
+                f"PagePool {self.name}: page {page} is free and cannot be shared; expected an "
+                "owned or cached page; look the prefix up again, its page was evicted"
+            )
 
     def release(self, pages: Pages) -> None:
         """Give back one hold per entry; a list from its end, so that tails are evicted first.
@@ -166,25 +175,17 @@ class PagePool:
         Raises:
             ContractError: a page is held less often than it is released; nothing changed.
         """
-        held = self._without_null(pages)
-        for page, count in Counter(held).items():
-            if count > self._refcount[page]:
-                raise ContractError(
-                    f"PagePool {self.name}: page {page} is released {count} times, but held "
-                    f"{self._refcount[page]} times; expected at most as many; "
-                    "whoever released it before was not its owner or released it twice"
-                )
-        cached, refcount, published = [], self._refcount, self._published
-        for page in reversed(held):
-            left = refcount[page] = refcount[page] - 1
-            if not left:
-                if published[page]:
-                    self._cached[page] = None
-                    cached.append(page)
-                else:
-                    self._push_free(page)
-        if cached and self._evictor is not None:
-            self._evictor.on_cached(self, cached)
+        listed, cached, num_cached = _array_of(pages), self._just_cached, self._num_just_cached
+        place = page_passes.release_pages(self.books, listed, cached, num_cached)
+        if place != DONE:
+            page = self._check_known(int(listed[place]))
+            raise ContractError(
+                f"PagePool {self.name}: page {page} is released {np.count_nonzero(listed == page)} times, "
+                f"but held {self._refcount[page]} times; expected at most as many; "
+                "whoever released it before was not its owner or released it twice"
+            )
+        if num_cached[0] and self._evictor is not None:
+            self._evictor.on_cached(self, cached[: num_cached[0]])
 
     def publish(self, page: int) -> None:
         """Keep the content of an owned page after its last release.  It is never written again."""
@@ -193,14 +194,26 @@ class PagePool:
                 f"PagePool {self.name}: page {page} is published, but nobody holds it; expected an "
                 "owned page; publish before release, never page 0"
             )
-        self._published[page] = True
+        self._published[page] = 1
+
+    def publish_all(self, pages: I32) -> None:
+        """`publish` of many pages; nothing changes if it raises."""
+        place = page_passes.publish_pages(self.books, pages)
+        if place != DONE:
+            self.publish(int(pages[place]))
 
     def unpublish(self, page: int) -> None:
         """Forget that a page is published; a cached page becomes free."""
-        self._published[page] = False
-        if page in self._cached:
-            del self._cached[page]
-            self._push_free(page)
+        if not self.is_published(page):
+            return
+        self._published[page] = 0
+        if not self._refcount[page]:
+            page_passes.unlink(self._books, page)
+            page_passes.push_free(self._books, page)
+
+    def unpublish_cached(self, pages: Sequence[int]) -> None:
+        """`unpublish` of many pages, all of them cached."""
+        page_passes.unpublish_pages(self.books, _array_of(pages))
 
     def check_books(self) -> None:
         """Prove in O(pages) that every page is in exactly one place and flagged for it.
@@ -208,12 +221,13 @@ class PagePool:
         Raises:
             ContractError: with the numbers, or the first page that is wrong.
         """
-        free, cached = set(self.free_pages()), set(self._cached)
+        free, cached = set(self.free_pages()), set(self.cached_pages())
         owned = {page for page, count in enumerate(self._refcount) if count}
-        total = self.num_free + len(cached) + len(owned)
-        if total != self.num_pages - 1 or NULL_PAGE in free | cached | owned:
+        total = self.num_free + self.num_cached + len(owned)
+        is_whole = total == self.num_pages - 1 and len(cached) == self.num_cached
+        if not is_whole or NULL_PAGE in free | cached | owned:
             raise ContractError(
-                f"PagePool {self.name}: {self.num_free} free, {len(cached)} cached and "
+                f"PagePool {self.name}: {self.num_free} free, {self.num_cached} cached and "
                 f"{len(owned)} owned pages; expected {self.num_pages - 1} in all and no page 0; "
                 "pages leaked"
             )
@@ -240,17 +254,15 @@ class PagePool:
                 "expected one at least; this is a bug in the evictor"
             )
 
-    def _push_free(self, page: int) -> None:
-        height = self._free[0] + 1
-        self._free[height] = page
-        self._free[0] = height
-
-    def _without_null(self, pages: Pages) -> list[int]:
-        listed = (pages,) if isinstance(pages, int) else pages
-        held = [page for page in listed if page != NULL_PAGE]
-        if held and not 0 < min(held) <= max(held) < self.num_pages:
+    def _check_known(self, page: int) -> int:
+        """The page.  Raises ContractError if the pool has none of that number."""
+        if not 0 <= page < self.num_pages:
             raise ContractError(
-                f"PagePool {self.name}: pages {min(held)} to {max(held)}; expected 0 to "
-                f"{self.num_pages - 1}; is this a page of another pool?"
+                f"PagePool {self.name}: page {page}; expected 0 to {self.num_pages - 1}; is this a page of "
+                "another pool?"
             )
-        return held
+        return page
+
+
+def _array_of(pages: Pages) -> I32:
+    return np.asarray([pages] if isinstance(pages, int) else pages, np.int32)

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from midstream.ops.host_decode import COMPUTED, NEW, OCCUPANT, ROW_FIELDS, SAMPLES, SLOT
 
 if TYPE_CHECKING:
+    from midstream.runtime.keys import Keys
     from midstream.runtime.request import Request
+    from midstream.runtime.tree import Branch
 
 I32 = npt.NDArray[np.int32]
 
@@ -28,6 +30,7 @@ class Chunk:
     wanted: dict[int, bool] = field(default_factory=dict)  # positions to keep; True: a guess
     export_position: list[int] = field(default_factory=list)  # ascending, inside (begin, end)
     export_page: list[int] = field(default_factory=list)
+    branch: Branch | None = None  # most of its blocks, made ready for the prefix tree
 
 
 @dataclass(slots=True)
@@ -45,7 +48,7 @@ class Publication:
 class Ending:
     """What a request that left its slot computed last: published when the step that wrote it is committed."""
 
-    keys: list[int]
+    keys: Keys
     root: bytes
     num_tokens: int
     tail: tuple[int, ...]  # tokens behind the last whole block

@@ -24,7 +24,7 @@ from midstream.runtime.events import EventLog
 from midstream.runtime.eviction import EVICTIONS, LruEvictor, ValueEvictor
 from midstream.runtime.expected import Expectations
 from midstream.runtime.paged_tree import KV, PagedTree
-from midstream.runtime.pages import NULL_PAGE, PagePool
+from midstream.runtime.pages import I32, NULL_PAGE, PagePool, Pages
 from midstream.runtime.tree import Node, Value, cover, is_covered, uncover
 
 _REMEMBERED = 4096  # keys of dropped checkpoints, to say "evicted" where nothing hits
@@ -160,6 +160,8 @@ class PrefixIndex:
             window_pages=tuple(window.row(node, blocks) for window in self._windows),
             kv_match_tokens=max(matched.num_tokens, node.num_tokens),
             evictions=self.tree.num_dropped,
+            kv_above=self.tree.above,
+            num_blocks=blocks,
         )
 
     def longest_state(self, keys: Sequence[int], max_tokens: int) -> int:
@@ -251,17 +253,20 @@ class PrefixIndex:
                 f"{self.tree.num_dropped - hit.evictions} pages were dropped; expected none since its "
                 "lookup; look up, hold, and only then take pages"
             )
-        rows: list[Sequence[int]] = [[*hit.kv_pages.tolist(), hit.tail_page], *hit.window_pages]
-        if self.state >= 0:
-            rows.append([hit.state_page])
+        pools = [group.pool for group in self.tree.groups]
+        rows: list[tuple[PagePool, Pages]] = [
+            (self.kv_pool, hit.kv_pages),
+            (self.kv_pool, hit.tail_page),
+        ]
+        rows += zip(pools[1:], [*hit.window_pages, hit.state_page], strict=False)
         done = 0
         try:
-            for group, row in zip(self.tree.groups, rows, strict=True):
-                group.pool.share(row)
+            for pool, row in rows:
+                pool.share(row)
                 done += 1
         except BaseException:
-            for group, row in zip(self.tree.groups[:done], rows, strict=False):
-                group.pool.release(row)
+            for pool, row in rows[:done]:
+                pool.release(row)
             raise
         if hit.node is not None:
             self._evictor.on_used(hit.node)
@@ -314,14 +319,12 @@ class PrefixIndex:
         assert self.state_pool is not None
         return self.state_pool.refcount(page)
 
-    def drop_copies(self, pool: PagePool, pages: Sequence[int]) -> list[int]:
+    def drop_copies(self, pool: PagePool, pages: I32) -> I32:
         """Unpublish those of the cached pages whose prefixes have another page; returns the others."""
         return self.tree.drop_copies(pool, pages)
 
     def drop_page(self, pool: PagePool, page: int) -> None:
         """Unpublish a page, and whatever is of no use without it."""
-        if pool is self.kv_pool and self.tree.forget_leaf(page):
-            return
         group = self.tree.group_of(pool)
         if self.state >= 0 and pool is self.state_pool:
             self.drop_state(group.node_of[page])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from midstream.runtime.keys import Keys
 from midstream.runtime.sampling import SamplingParams
 from midstream.runtime.slots import SlotSampling
 
@@ -91,7 +92,7 @@ class Request:
     slot: int = -1
     epoch: int = -1  # of the slot while this request is in it
     outputs: list[int] = field(default_factory=list)  # kept while not in a slot
-    hashes: list[int] = field(default_factory=list)  # of full KV blocks of known tokens
+    hashes: Keys = field(default_factory=Keys)  # of full KV blocks of known tokens
     resume_page: int = 0  # checkpoint held until the first chunk has read it
     tail_page: int = (
         0  # KV page of the checkpoint's last tokens, held until the first chunk copies it

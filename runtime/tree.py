@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(slots=True)
 class Value:
@@ -59,14 +62,19 @@ class Node:
         if parent is None:
             return
         if not tail:
-            older = self.older = parent.child
-            if older is not None:
-                older.newer = self
-            parent.child = self
+            self.enter(parent)
         else:
             if parent.tails is None:
                 parent.tails = {}
             parent.tails[tail] = self
+
+    def enter(self, parent: Node) -> None:
+        """Stand on a prefix from now on; of whole blocks."""
+        self.parent = parent
+        older = self.older = parent.child
+        if older is not None:
+            older.newer = self
+        parent.child = self
 
     def detach(self) -> None:
         """Take the node out of its parent."""
@@ -123,6 +131,28 @@ class Node:
         ):
             node = node.parent
         return self.num_tokens - (0 if node is None else node.num_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Branch:
+    """New blocks, each behind the one before, that are not in the tree yet."""
+
+    keys: list[int]
+    pages: npt.NDArray[np.int32]  # KV page of each
+    nodes: list[Node]
+
+    @staticmethod
+    def of(
+        keys: list[int], pages: npt.NDArray[np.int32], num_tokens: int, block: int, num_groups: int
+    ) -> Branch:
+        """`num_tokens`: of the prefix that the first block will stand on."""
+        node, nodes = None, []
+        for key, page in zip(keys, pages.tolist(), strict=True):
+            num_tokens += block
+            node = Node(key, node, num_tokens, num_groups)
+            node.pages[0] = page
+            nodes.append(node)
+        return Branch(keys, pages, nodes)
 
 
 def cover(node: Node, state: int) -> None:

@@ -159,7 +159,7 @@ def settle(engine: midstream.Engine) -> list[midstream.Output]:
     outputs: list[midstream.Output] = []
     for turn in count():
         outputs += [u.output for u in engine.step() if u.output]
-        if not engine.num_unfinished and not engine._flights:
+        if not engine.num_unfinished and not engine._turns.flights:
             break
         assert turn < 5000, f"stuck: {engine.stats()}"
     engine.check_books()

@@ -14,6 +14,7 @@ from midstream.runtime.admission import Admission
 from midstream.runtime.chains import Chains
 from midstream.runtime.checkpoints import Checkpoints
 from midstream.runtime.commit import Committer, StepResult
+from midstream.runtime.eviction import ValueEvictor
 from midstream.runtime.hashing import BlockHasher, as_keys
 from midstream.runtime.live import LiveTable
 from midstream.runtime.ownership import PageOwnership
@@ -80,6 +81,7 @@ class Rig:
             chains,
             Retention(every, case.block, case.kv_block),
             case.exports,
+            few=2,
         )
         self.admission = Admission(self.ownership, chains, case.waits, case.patience)
         self.scheduler = Scheduler(
@@ -141,6 +143,7 @@ class Rig:
         """Run a step; its result waits for `commit`."""
         self.device.memory.poison()
         self.flights.append((plan, self.device.run(plan, self.live)))
+        self.committer.prepare(plan)  # early: much may happen until it is committed
 
     def commit(self) -> None:
         """Apply the oldest result."""
@@ -219,8 +222,16 @@ class Rig:
 
     def check_idle(self) -> None:
         self.index.check_books()
+        self.check_bare()
         assert self.kv_pool.num_owned == self.state_pool.num_owned == 0
         assert self.live.num_free == self.case.max_rows
+
+    def check_bare(self) -> None:
+        """Every cached KV page that no state can use is among those that go first."""
+        evictor = self.index._evictor
+        if isinstance(evictor, ValueEvictor):
+            cached = self.kv_pool.cached_pages()
+            assert {p for p in cached if not self.index.is_useful(p)} <= set(evictor._bare)
 
     def serve(self, prompt: Sequence[int], max_tokens: int = 4) -> Request:
         """One request, to its end, with the right answer."""

@@ -8,12 +8,12 @@ import pytest
 import torch
 from emulated_rig import emulation
 from oracles import Oracle, five_prompts, guarded_engine, serve
-from test_engine import (  # noqa: F401
-    model,
-    oracle,
+from test_engine_endings import (  # noqa: F401
+    test_abort_at_any_stage_leaves_the_others_and_the_books_right,
+)
+from test_engine_requests import (  # noqa: F401
     test_a_hit_inside_a_block_leaves_the_shared_page_byte_identical,
     test_a_turn_that_follows_an_answer_resumes_inside_the_answer,
-    test_abort_at_any_stage_leaves_the_others_and_the_books_right,
     test_generation_ends_at_max_tokens_a_stop_token_or_the_longest_length,
     test_preempted_requests_resume_and_give_the_same_tokens,
     test_sampled_tokens_do_not_depend_on_preemption_or_company,

@@ -186,7 +186,7 @@ def test_an_error_while_pages_are_poisoned_ends_the_step_like_any_other(
     with hash_engine() as engine:
         engine.add(PROMPTS[2], GREEDY)
         with monkeypatch.context() as patch:
-            patch.setattr("midstream.runtime.engine.poison_free_pages", raising(RuntimeError("no")))
+            patch.setattr("midstream.runtime.turns.poison_free_pages", raising(RuntimeError("no")))
             with pytest.raises(RuntimeError, match="no"):
                 engine.step()
         assert [out.finish_reason for out in settle(engine)] == ["error"]
@@ -257,7 +257,7 @@ def test_an_aborted_answer_keeps_the_text_of_all_its_tokens() -> None:
         never = bytes(want[:6]).decode() + "!"  # its beginning is held back
         handle = engine.add(PROMPTS[2], greedy(12, stop=never))
         while not any(r.slot >= 0 and engine._parts.scheduler.live.num_outputs[r.slot] == 4
-                      for r in engine._requests.values()):  # fmt: skip
+                      for r in engine._ledger.open.values()):  # fmt: skip
             engine.step()
         engine.abort(handle)
         (out,) = settle(engine)
@@ -373,7 +373,8 @@ def test_whoever_calls_what_in_which_order_every_answer_is_right(
             engine.check_books()
         outputs += [out for generator in running for out in generator]
         outputs += settle(engine)
-        assert not (engine._requests or engine._inboxes or engine._arrivals or engine._updates)
+        ledger = engine._ledger
+        assert not (ledger.open or ledger.inboxes or ledger.updates or engine._turns.arrivals)
     assert len({out.request_id for out in outputs}) == len(outputs)
     for out in outputs:
         want = answer(out.prompt_token_ids, 64)[: len(out.token_ids)]

@@ -159,3 +159,20 @@ def test_mode_of_many_uses_keeps_the_heap_small() -> None:
     for _ in range(500):
         use(index, keys)
     assert all(len(heap) <= 2 + 64 + 1 for heap in index._evictor._heaps)  # type: ignore[union-attr]
+
+
+def test_pages_of_two_prefixes_that_are_released_at_once_are_told_apart() -> None:
+    index = index_of()
+    assert index.state_pool is not None
+    keys = {name: [hash((name, n)) for n in range(3)] for name in ("useful", "bare")}
+    pages = {name: index.kv_pool.take(3) for name in keys}
+    for name, of_name in keys.items():
+        for block, page in enumerate(pages[name]):
+            index.publish_kv(of_name, block, page)
+    (state,) = index.state_pool.take(1)
+    index.publish_state(keys["useful"], state, 2)
+    index.state_pool.release(state)
+    index.kv_pool.release([*pages["bare"], *pages["useful"]])
+    evict_kv(index, 4)  # all but what the state needs
+    assert index.lookup(keys["useful"], 3).num_tokens == 2
+    assert not index.lookup(keys["bare"], 3).kv_match_tokens

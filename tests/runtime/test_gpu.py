@@ -123,7 +123,7 @@ def test_a_replay_is_bit_equal_to_the_same_step_run_eagerly(compile: str) -> Non
                 [t.clone().view(torch.uint8) for t in (*memory, step.token, step.logprob)]
             )
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-        for handle in list(engine._requests):
+        for handle in list(engine._ledger.open):
             engine.abort(midstream.Handle(handle))
         for _ in range(3):
             engine.step()
@@ -144,7 +144,7 @@ def test_no_step_waits_for_work_of_the_same_step() -> None:
             begin = time.perf_counter()
             plan = engine._parts.scheduler.next_step()
             assert plan is not None
-            engine._launch(plan)
+            engine._turns.launch(plan)
             launched = time.perf_counter() - begin
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -2,11 +2,14 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from midstream.errors import CapacityError, ConfigError, ContractError
 from midstream.ops import registry
-from midstream.runtime.pages import NULL_PAGE, PagePool
+from midstream.ops.host_decode import HELD
+from midstream.runtime.page_passes import NEWER, OLDER, PUBLISHED, push_free, unlink
+from midstream.runtime.pages import I32, NULL_PAGE, PagePool
 
 
 def books(pool: PagePool) -> tuple[int, int, int]:
@@ -36,8 +39,8 @@ class Recorder:
         self.evicted.append(pool.oldest_cached())
         pool.unpublish(self.evicted[-1])
 
-    def on_cached(self, pool: PagePool, pages: list[int]) -> None:
-        self.cached.append(pages)
+    def on_cached(self, pool: PagePool, pages: I32) -> None:
+        self.cached.append(pages.tolist())
 
 
 def test_the_null_page_is_the_one_that_ops_know() -> None:
@@ -256,14 +259,26 @@ def test_a_pool_needs_a_page_besides_the_null_page() -> None:
     "damage",
     [
         lambda pool: pool._free.__setitem__(0, pool._free[0] - 1),
-        lambda pool: pool._push_free(NULL_PAGE),
+        lambda pool: push_free(pool.books, NULL_PAGE),
         lambda pool: pool._free.__setitem__(1, pool._free[2]),
-        lambda pool: pool._cached.popitem(),
+        lambda pool: unlink(pool.books, pool.oldest_cached()),
+        lambda pool: pool.books[NEWER].__setitem__(pool.books[OLDER, pool.books[OLDER, 0]], 0),
+        lambda pool: pool.books[PUBLISHED].__setitem__(0, 1),
         lambda pool: pool._refcount.__setitem__(pool._free[1], 1),
-        lambda pool: pool._published.__setitem__(pool._free[1], True),
-        lambda pool: pool._published.__setitem__(next(iter(pool._cached)), False),
+        lambda pool: pool._published.__setitem__(pool._free[1], 1),
+        lambda pool: pool._published.__setitem__(pool.oldest_cached(), 0),
     ],
-    ids=["lost", "null", "twice", "uncached", "held", "flagged", "unflagged"],
+    ids=[
+        "lost",
+        "null",
+        "twice",
+        "uncached",
+        "unlinked",
+        "miscounted",
+        "held",
+        "flagged",
+        "unflagged",
+    ],
 )
 def test_check_books_finds_every_kind_of_damage(damage) -> None:
     pool, _ = cached_pool(9, 3)
@@ -272,6 +287,75 @@ def test_check_books_finds_every_kind_of_damage(damage) -> None:
     damage(pool)
     with pytest.raises(ContractError):
         pool.check_books()
+
+
+class PlainBooks:
+    """The pool in plain Python: pages by holders, a stack of free ones, cached ones in order."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.held = [0] * num_pages
+        self.free = list(range(num_pages - 1, 0, -1))
+        self.published: set[int] = set()
+        self.cached: list[int] = []
+
+    def take(self, count: int) -> list[int]:
+        taken = [self.free.pop() for _ in range(count)]
+        for page in taken:
+            self.held[page] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        for page in filter(None, pages):
+            if page in self.cached:
+                self.cached.remove(page)
+            self.held[page] += 1
+
+    def release(self, pages: list[int]) -> None:
+        for page in filter(None, reversed(pages)):
+            self.held[page] -= 1
+            if not self.held[page]:
+                (self.cached if page in self.published else self.free).append(page)
+
+    def unpublish(self, page: int) -> None:
+        self.published.discard(page)
+        if page in self.cached:
+            self.cached.remove(page)
+            self.free.append(page)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_passes_over_many_pages_do_what_plain_python_does(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    pool, plain = PagePool(30), PlainBooks(30)
+    for _ in range(400):
+        name = draw.choice(["take", "share", "release", "publish", "unpublish"])
+        held = [page for page in range(30) for _ in range(plain.held[page])]
+        some = draw.permutation(held)[: draw.integers(0, 9)].astype(np.int32)
+        if name == "take":
+            count = int(draw.integers(0, min(len(plain.free), 5) + 1))
+            assert pool.take(count) == plain.take(count)
+        elif name == "share":
+            pages = draw.permutation([*held, *plain.cached])[:6].astype(np.int32)
+            pool.share(np.append(pages, np.int32(0)))
+            plain.share(pages.tolist())
+        elif name == "release":
+            pool.release(some if draw.random() < 0.5 else [0, *some.tolist()])
+            plain.release(some.tolist())
+        elif name == "publish":
+            pool.publish_all(some)
+            plain.published |= set(some.tolist())
+        else:
+            several = draw.permutation(np.array(plain.cached, np.int32))[: draw.integers(0, 4)]
+            if draw.random() < 0.5:
+                pool.unpublish_cached(several)
+            else:
+                for page in several.tolist():
+                    pool.unpublish(page)
+            for page in several.tolist():
+                plain.unpublish(page)
+        pool.check_books()
+        assert pool.books[HELD].tolist() == plain.held
+        assert pool.free_pages() == plain.free and list(pool.cached_pages()) == plain.cached
 
 
 def test_books_balance_when_requests_end_at_any_stage() -> None:  # L1, oracle 6

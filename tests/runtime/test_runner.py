@@ -64,7 +64,7 @@ def test_results_stay_until_their_step_is_committed() -> None:
         engine.add(PROMPTS[0], greedy(9))
         for _ in range(3):
             engine.step()
-        (flight,) = engine._flights
+        (flight,) = engine._turns.flights
         token = runner.wait(flight).token
         before = token.copy()
         engine.step()  # launches one more, then commits this one
@@ -76,7 +76,7 @@ def test_a_row_in_the_middle_of_its_prompt_brings_no_token() -> None:
     with hash_engine(max_step_tokens=8) as engine:
         engine.add(PROMPTS[2], greedy(1))
         engine.step()
-        (flight,) = engine._flights
+        (flight,) = engine._turns.flights
         assert engine._parts.runner.wait(flight).token.tolist() == [-1]
 
 

@@ -148,5 +148,5 @@ def test_off_nothing_is_compared() -> None:
 
 def _give_up(engine: midstream.Engine) -> None:
     engine.debug(shadow_every=0)
-    for request_id in list(engine._requests):
+    for request_id in list(engine._ledger.open):
         engine.abort(midstream.Handle(request_id))
