@@ -29,6 +29,7 @@ from torch import Tensor, fx
 from midstream.compiler import row_norm
 from midstream.compiler.row_norm import RowNorm, find_gated_norm, is_vector
 from midstream.compiler.traced import (
+    MADE,
     are_known,
     calls,
     calls_only,
@@ -39,7 +40,7 @@ from midstream.compiler.traced import (
 )
 from midstream.ops.finish_rows import MAX_NORMED
 from midstream.ops.gemv import MAX_WIDTH, gemv
-from midstream.ops.registry import DTYPES
+from midstream.ops.registry import DTYPES, OpSpec
 from midstream.ops.rms_norm import rms_norm
 from midstream.ops.skinny_linear import MAX_ROWS, skinny_linear
 
@@ -78,8 +79,9 @@ def fuse_projections(gm: fx.GraphModule, device_type: str = "cuda") -> int:
                 projection = wider
         _replace(gm.graph, projection)
         found += 1
-    for call in calls(gm.graph, project_rows, gemv.overload):
-        _take_norm(gm.graph, call)
+    for call in calls(gm.graph, gemv.overload, skinny_linear.overload):
+        if MADE in call.meta:
+            _take_norm(gm.graph, call)
     if found:
         gm.recompile()
     return found
@@ -94,62 +96,42 @@ def inductor_with_projections(gm: fx.GraphModule, inputs: Sequence[Any]) -> Call
     return compiled
 
 
-def project_rows(
-    x: Tensor,  # [..., R, K]
-    weight: Tensor,  # [N, K]
-    up: Tensor | None,  # [N, K]
-    residual: Tensor | None,  # [..., R, N]
-    norm_weight: Tensor | None = None,  # [N]
-    eps: float = 0.0,
-    norm_shift: float = 0.0,
-) -> tuple[Tensor, Tensor | None]:
-    """`skinny_linear` into new tensors: the result, and its norm where there is a weight for it."""
-    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
-    normed = None if norm_weight is None else torch.empty_like(out)
-    skinny_linear(out, normed, x, weight, up, residual, norm_weight, eps, norm_shift)
-    return out, normed
-
-
-def norm_rows(
-    x: Tensor,  # [..., R, N]
-    gate: Tensor | None,  # [..., R, N]
-    weight: Tensor,  # [N]
-    eps: float,
-    shift: float,
-    gate_first: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """`rms_norm` into a new tensor."""
-    normed = x.new_empty(x.shape, dtype=dtype)
-    rms_norm(normed, x, gate, weight, eps, shift, gate_first)
-    return normed
-
-
 def project_few(x: Tensor, weight: Tensor) -> Tensor:
     """linear(x, weight) of [..., R, K] and [N, K] by the kernel for as many rows as there are."""
-    rows, dtype = x.shape[:-1].numel(), x.dtype
-    plain = (
-        dtype == weight.dtype and dtype in DTYPES and x.is_contiguous() and weight.stride(1) == 1
-    )
-    if plain and rows == 1 and weight.shape[1] <= MAX_WIDTH:
-        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    rows = x.shape[:-1].numel()
+    one_row = rows == 1 and weight.shape[1] <= MAX_WIDTH
+    few = 1 < rows <= MAX_ROWS and x.dtype in _SKINNY_DTYPES
+    if not (one_row or few) or not _are_plain(x, weight):
+        return _LINEAR(x, weight)
+    out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+    if one_row:
         gemv(out, x, weight, None, None, None, 0.0, 0.0)
-        return out
-    if plain and 1 < rows <= MAX_ROWS and dtype in _SKINNY_DTYPES:
-        return project_rows(x, weight, None, None)[0]
-    return _LINEAR(x, weight)
+    else:
+        skinny_linear(out, None, x, weight, None, None, None, 0.0, 0.0)
+    return out
+
+
+def _are_plain(x: Tensor, weight: Tensor) -> bool:
+    """Whether kernels compute what `linear` does: no other dtype, layout, class or derivative is asked."""
+    asked = torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type)
+    known = type(x) is Tensor and type(weight) in (Tensor, torch.nn.Parameter)
+    fits = x.dtype == weight.dtype and x.dtype in DTYPES and weight.layout is torch.strided
+    return known and fits and not asked and x.is_contiguous() and weight.stride(1) == 1
 
 
 _PURE = {  # between the parts of what is fused nothing may be written
     _LINEAR, row_norm.RMS_NORM, operator.add, operator.mul, operator.getitem, torch.rsqrt, _SILU,
-    *row_norm.CASTS, *row_norm.VIEWS, "pow", "mean", "item", "transpose", "new_empty", gemv.overload,
-    project_rows, norm_rows, torch._C._log_api_usage_once,
+    *row_norm.CASTS, *row_norm.VIEWS, "pow", "mean", "item", "transpose", "new_empty", "size",
+    torch._C._log_api_usage_once,
 }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class _Projection:
-    """A part of the graph that one kernel computes; `nodes` in the order of the graph, the result last."""
+    """A part of the graph that one kernel computes.
+
+    `nodes` come each behind those that it reads, the result last.
+    """
 
     nodes: tuple[fx.Node, ...]
     x: fx.Node
@@ -166,21 +148,23 @@ def _projection(node: fx.Node, device_type: str) -> _Projection | None:
         return None
     x, weight, *rest = node.args
     bias = (*rest, node.kwargs.get("bias"))[0]
-    vector, matrix, result = value_of(x), value_of(weight), value_of(node)
-    if vector is None or matrix is None or result is None or vector.device.type != device_type:
+    rows, matrix, result = value_of(x), value_of(weight), value_of(node)
+    if rows is None or matrix is None or result is None or rows.device.type != device_type:
         return None
-    if not vector.dtype == matrix.dtype == result.dtype or matrix.dim() != 2:  # e.g. autocast
+    if not rows.dtype == matrix.dtype == result.dtype or rows.dtype not in DTYPES:  # e.g. autocast
+        return None
+    if matrix.layout is not torch.strided or matrix.dim() != 2:
         return None
     if not are_known(*matrix.shape, *matrix.stride()) or not matrix.shape[1]:
         return None
-    if vector.stride(-1) != 1 or matrix.stride(1) != 1 or vector.dtype not in DTYPES:
+    if rows.stride(-1) != 1 or matrix.stride(1) != 1:
         return None
-    rows = rows_of(vector, matrix.shape[1])
-    one_row = are_known(rows) and rows == 1
+    count = rows_of(rows, matrix.shape[1])
+    one_row = are_known(count) and count == 1
     if one_row:
         fits = matrix.shape[1] <= MAX_WIDTH and (bias is None or is_vector(bias, matrix.shape[0]))
     else:
-        fits = _are_few(rows) and bias is None and vector.dtype in _SKINNY_DTYPES
+        fits = _are_few(count) and bias is None and rows.dtype in _SKINNY_DTYPES
     return _Projection((node,), x, weight, one_row, residual=bias) if fits else None  # type: ignore[arg-type]  # nodes with values
 
 
@@ -209,7 +193,7 @@ def _with_gate(of: _Projection) -> _Projection | None:
 def _with_residual(of: _Projection) -> _Projection | None:
     """residual + linear(x, W)"""
     total = only_user(of.nodes[-1], operator.add)
-    if total is None or of.residual is not None or of.up is not None:
+    if total is None or of.residual is not None:
         return None
     (other,) = [arg for arg in total.args if arg is not of.nodes[-1]] or [None]
     one, product = value_of(other), value_of(of.nodes[-1])
@@ -236,7 +220,7 @@ def _is_undisturbed(nodes: Sequence[fx.Node], order: dict[fx.Node, int]) -> bool
 def _replace(graph: fx.Graph, projection: _Projection) -> None:
     last = projection.nodes[-1]
     with graph.inserting_before(last):
-        insert = _insert_gemv if projection.one_row else _insert_project_rows
+        insert = _insert_gemv if projection.one_row else _insert_skinny
         out = insert(graph, projection, value_of(last))
     out.meta = dict(last.meta)
     last.replace_all_uses_with(out)
@@ -246,35 +230,46 @@ def _replace(graph: fx.Graph, projection: _Projection) -> None:
 def _insert_gemv(graph: fx.Graph, of: _Projection, value: Any) -> fx.Node:
     norm = of.norm
     weight, eps, shift = (None, 0.0, 0.0) if norm is None else (norm.weight, norm.eps, norm.shift)
-    out = graph.call_method("new_empty", (of.x, tuple(value.shape)), {"dtype": value.dtype})
-    graph.call_function(
-        gemv.overload, (out, of.x, of.weight, of.up, weight, of.residual, eps, shift)
-    )
+    out = _new_empty(graph, of.x, value)
+    args = (of.x, of.weight, of.up, weight, of.residual, eps, shift)
+    _call(graph, gemv, out, *args)
     return out
 
 
-def _insert_project_rows(graph: fx.Graph, of: _Projection, value: Any) -> fx.Node:
-    call = graph.call_function(project_rows, (of.x, of.weight, of.up, of.residual))
-    return graph.call_function(operator.getitem, (call, 0))
+def _insert_skinny(graph: fx.Graph, of: _Projection, value: Any) -> fx.Node:
+    out = _new_empty(graph, of.x, value)
+    _call(graph, skinny_linear, out, None, of.x, of.weight, of.up, of.residual, None, 0.0, 0.0)
+    return out
+
+
+def _new_empty(graph: fx.Graph, like: fx.Node, value: Any) -> fx.Node:
+    """A tensor like `value`, whose sizes, but for the last, are those of the node `like`."""
+    *outer, width = value.shape
+    sizes = [
+        size if are_known(size) else graph.call_method("size", (like, axis))
+        for axis, size in enumerate(outer)
+    ]
+    return graph.call_method("new_empty", (like, (*sizes, width)), {"dtype": value.dtype})
+
+
+def _call(graph: fx.Graph, op: OpSpec, *args: Any) -> None:
+    graph.call_function(op.overload, args).meta[MADE] = True
 
 
 def _take_norm(graph: fx.Graph, call: fx.Node) -> None:
     """Replace the norm in front of the projection `call`, for all that read it."""
-    result: Any = call.args[1 if call.target is gemv.overload else 0]
-    while result.target in row_norm.VIEWS and value_of(result.args[0]) is not None:
+    result: Any = call.args[1 if call.target is gemv.overload else 2]
+    while row_norm.is_other_name(result):
         result = result.args[0]
     norm = find_gated_norm(result)
+    if norm is None:
+        return
     order = {node: place for place, node in enumerate(graph.nodes)}
-    if norm is None or not _is_undisturbed(norm.nodes, order):
-        return
     like = value_of(result)
-    if like.shape[-1] > MAX_NORMED or not have_same_shape(like, value_of(norm.x)):
+    fits = like.shape[-1] <= MAX_NORMED and have_same_shape(like, value_of(norm.x))
+    if not fits or not _is_undisturbed(norm.nodes, order):
         return
-    normed = _norm_behind(graph, norm, result, order)
-    if normed is None:
-        with graph.inserting_before(result):
-            scale = (norm.weight, norm.eps, norm.shift, norm.gate_first, like.dtype)
-            normed = graph.call_function(norm_rows, (norm.x, norm.gate, *scale))
+    normed = _norm_behind(graph, norm, result, order) or _norm_apart(graph, norm, result)
     normed.meta = dict(result.meta)
     result.replace_all_uses_with(normed)
     _erase_unused(graph, norm.nodes)
@@ -284,21 +279,27 @@ def _norm_behind(
     graph: fx.Graph, norm: RowNorm, result: fx.Node, order: dict[fx.Node, int]
 ) -> fx.Node | None:
     """The norm as a second result of the projection whose first one it reads, where it may go there."""
-    source = norm.x
-    call = source.args[0] if source.target is operator.getitem else None
-    if not isinstance(call, fx.Node) or call.target is not project_rows or len(call.args) != 4:
+    made = [
+        user for user in norm.x.users if user.target is skinny_linear.overload and MADE in user.meta
+    ]
+    call = next((user for user in made if user.args[0] is norm.x), None)
+    if call is None or call.args[1] is not None or norm.gate is not None:
         return None
-    if (
-        norm.gate is not None
-        or value_of(result).dtype != value_of(source).dtype
-        or order[norm.weight] > order[call]
-    ):
+    if order[norm.weight] > order[call] or not calls_only(call, result, _PURE):
         return None
-    if not calls_only(call, result, _PURE):
-        return None
-    call.args = (*call.args, norm.weight, norm.eps, norm.shift)
-    with graph.inserting_after(source):
-        return graph.call_function(operator.getitem, (call, 1))
+    out, _, *product, _, _, _ = call.args
+    with graph.inserting_before(call):
+        normed = _new_empty(graph, product[0], value_of(result))  # type: ignore[arg-type]  # x
+    call.args = (out, normed, *product, norm.weight, norm.eps, norm.shift)
+    return normed
+
+
+def _norm_apart(graph: fx.Graph, norm: RowNorm, result: fx.Node) -> fx.Node:
+    with graph.inserting_before(result):
+        normed = _new_empty(graph, norm.x, value_of(result))
+        args = (norm.x, norm.gate, norm.weight, norm.eps, norm.shift, norm.gate_first)
+        _call(graph, rms_norm, normed, *args)
+    return normed
 
 
 def _erase_unused(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:

@@ -21,6 +21,7 @@ from torch import fx
 from torch._subclasses import FakeTensor
 
 from midstream.compiler.traced import are_known, have_same_shape, rows_of, value_of
+from midstream.ops.registry import DTYPES
 
 CASTS = ("to", "float", "type_as")
 VIEWS = ("view", "reshape")
@@ -88,9 +89,23 @@ def _gated(
             gate, more = _uncast(factor.args[0], like)
             width, value, gates = like.shape[-1], value_of(h), value_of(gate)
             fits = value is not None and gates is not None and have_same_shape(value, gates)
-            if fits and all(rows_of(v, width, apart=True) is not None for v in (value, gates)):
+            if fits and all(_is_readable(v, width) for v in (value, gates)):
                 return h, gate, (*casts, *more, factor, product)
     return None
+
+
+def is_other_name(node: fx.Node) -> bool:
+    """Whether this views other rows, or casts them to the dtype that they have: it is the same memory."""
+    value, source = value_of(node), value_of(node.args[0]) if node.args else None
+    if node.op != "call_method" or value is None or source is None:
+        return False
+    return node.target in VIEWS or (node.target in CASTS and value.dtype == source.dtype)
+
+
+def _is_readable(value: FakeTensor, width: int) -> bool:
+    """Rows of this width as kernels read them, which may lie apart."""
+    known = rows_of(value, width, apart=True) is not None and value.dtype in DTYPES
+    return known and are_known(value.stride(-1)) and value.stride(-1) == 1
 
 
 def is_vector(node: Any, size: int) -> bool:

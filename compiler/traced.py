@@ -16,6 +16,8 @@ _RESHAPING = frozenset(  # in place
     )
 )  # fmt: skip
 
+MADE = "midstream"  # in the meta of calls that passes made: they write tensors of their own
+
 
 def calls(graph: fx.Graph, *targets: Any) -> list[fx.Node]:
     """The calls of these functions, in order: what a pass may replace.
@@ -87,12 +89,16 @@ def only_user(node: fx.Node | None, target: Any) -> fx.Node | None:
 
 
 def calls_only(first: fx.Node, last: fx.Node, allowed: Collection[Any]) -> bool:
-    """Whether what stands from `first` up to `last`, but for `last` itself, calls these, writing nothing."""
+    """Whether what stands from `first` up to `last`, but for `last` itself, calls these, writing nothing.
+
+    What passes made may stand there too.
+    """
     node = first
     while node is not last:
         # activations take `inplace` in the second place
         in_place = node.kwargs.get("inplace") or (len(node.args) == 2 and node.args[1] is True)
-        if node.target not in allowed or in_place or "out" in node.kwargs:
+        writes = node.target not in allowed or in_place or "out" in node.kwargs
+        if writes and MADE not in node.meta:
             return False
         node = node.next
     return True

@@ -245,7 +245,7 @@ gemv = define_op(
         _case(outputs=0),
         _case(outputs=40, width=2048, gated=True, normed=True),
         _case(outputs=6, width=8192, added=True),
-        _case(outputs=3, width=9000, gated=True, normed=True),  # as wide as rows may be
+        _case(outputs=3, width=9000, gated=True, normed=True),  # the widest tile
     ),
     tolerance=Tolerance(
         {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},

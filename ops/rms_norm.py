@@ -183,7 +183,7 @@ rms_norm = define_op(
         _case(rows=3, width=37, gap=5, gate="first"),  # nothing is aligned
         _case(rows=2, width=2048, shift=1.0),
         _case(rows=2, width=4096, gap=64, gate="first"),
-        _case(rows=2, width=9000, gate="last"),  # as wide as rows may be
+        _case(rows=2, width=9000, gate="last"),  # the widest tile
     ),
     tolerance=Tolerance(
         {torch.float32: 4e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3},

@@ -11,7 +11,7 @@ rate.  To come near it every processor must have loads in flight from the first 
 a program takes TILE_N rows of the weights, which are the long side of the matrix unit, and all rows of x;
 and where that makes fewer programs than processors, the inputs are cut into parts, whose sums a second
 kernel adds (ops/finish_rows.py).  No atomics: two runs are bit-equal, and a row's result does not depend on
-how many others there are.
+how many others there are, up to MAX_ROWS.
 
 More than MAX_ROWS rows are bound by arithmetic, which the library's kernels do; then only the second kernel
 is ours.
@@ -277,6 +277,7 @@ def _products(
     return None if whole else result
 
 
+@torch.no_grad()  # results are arguments
 def _library_products(
     out: Tensor,
     x: Tensor,

@@ -72,7 +72,11 @@ def op_suite(spec: OpSpec, device: torch.device | None = None) -> list[Check]:
     """All checks of an op on `device`: the GPU where there is one, else the CPU with Triton's interpreter.
 
     Dtypes are those for which a tolerance is declared.  What does not depend on rounding is checked in one,
-    and in the interpreter, where a kernel takes seconds, some of it on the first case only.
+    and in the interpreter, where a kernel takes seconds, some of it on the first cases only that give every
+    result.
+
+    Raises:
+        ContractError: when no case gives one of the results, which nothing would prove then.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device.type == "cuda"
@@ -80,7 +84,7 @@ def op_suite(spec: OpSpec, device: torch.device | None = None) -> list[Check]:
     dtypes = [d for d in DTYPES if exact or d in spec.tolerance.relative]
     runnable = [d for d in dtypes if on_gpu or d != torch.bfloat16]
     narrow = torch.bfloat16 if on_gpu and torch.bfloat16 in dtypes else dtypes[0]
-    first = spec.cases[:1]
+    first = _cases_with_every_result(spec)
     most = spec.cases if on_gpu else first
     plan: list[tuple[str, list[torch.dtype], tuple[OpCase, ...]]] = [
         ("reference", [] if on_gpu else dtypes, spec.cases),
@@ -99,16 +103,37 @@ def op_suite(spec: OpSpec, device: torch.device | None = None) -> list[Check]:
     ]
 
 
+def _cases_with_every_result(spec: OpSpec) -> tuple[OpCase, ...]:
+    """The first case, and for each result that it leaves out the first case that has it."""
+    left = set(marked_args(spec))
+    cases: list[OpCase] = []
+    for case in spec.cases:
+        given = set(written_args(spec, build_args(case, torch.float32, torch.device("cpu"))))
+        if not cases or left & given:
+            cases.append(case)
+            left -= given
+        if not left:
+            return tuple(cases)
+    raise ContractError(
+        f"op_suite: no case of {spec.name} gives {sorted(left)}, which its schema marks as written; expected "
+        "each in at least one case; add a case that asks for it"
+    )
+
+
 def op_cases(*specs: OpSpec) -> Iterator[tuple[OpSpec, OpCase]]:
     """All (spec, case) pairs, for parametrize."""
     return ((spec, case) for spec in specs for case in spec.cases)
 
 
-def written_args(spec: OpSpec, args: Args) -> tuple[str, ...]:
-    """Names of the arguments that the schema marks as written, without those that are left out."""
+def marked_args(spec: OpSpec) -> tuple[str, ...]:
+    """Names of the arguments that the schema marks as written."""
     schema = spec.overload._schema  # type: ignore[attr-defined]
-    marked = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-    return tuple(name for name in marked if args[name] is not None)
+    return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+
+
+def written_args(spec: OpSpec, args: Args) -> tuple[str, ...]:
+    """Of these, without those that `args` leaves out."""
+    return tuple(name for name in marked_args(spec) if args[name] is not None)
 
 
 def build_args(case: OpCase, dtype: torch.dtype, device: torch.device, seed: int = _SEED) -> Args:

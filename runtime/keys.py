@@ -25,11 +25,12 @@ class Keys(Sequence[int]):
     (2, 71, 72, [71])
     """
 
-    __slots__ = ("_bytes", "_count", "_hashes")
+    __slots__ = ("_asked", "_bytes", "_count", "_hashes")
 
     def __init__(self) -> None:
         self._make_room(_ROOM)
         self._count = 0
+        self._asked: dict[int, int] = {}  # a waiting request asks for the same ones again
 
     def append(self, hashes: Hashes) -> None:
         """The next blocks."""
@@ -50,11 +51,17 @@ class Keys(Sequence[int]):
     def __getitem__(self, place: int | slice) -> int | list[int]:
         if isinstance(place, slice):
             return as_keys(self._hashes[: self._count][place])
+        known = self._asked.get(place)
+        if known is not None:
+            return known
         block = place if place >= 0 else place + self._count
         if not 0 <= block < self._count:
             raise IndexError(f"Keys: block {place} of {self._count}")
         begin = block * KEY_BYTES
-        return int.from_bytes(self._bytes[begin : begin + KEY_BYTES], "little")
+        key = int.from_bytes(self._bytes[begin : begin + KEY_BYTES], "little")
+        if place >= 0:  # from the end it is another one later
+            self._asked[place] = key
+        return key
 
     def _make_room(self, num_blocks: int) -> None:
         self._hashes: Hashes = np.empty((num_blocks, 2), "<u8")

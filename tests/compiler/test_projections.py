@@ -17,15 +17,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from midstream.compiler import backend_inner, lower, projections
 from midstream.compiler.pieces import distinct_sizes
-from midstream.compiler.projections import (
-    decoding,
-    fuse_projections,
-    norm_rows,
-    project_rows,
-)
+from midstream.compiler.projections import decoding, fuse_projections
 from midstream.graphs.kernels import kernels_of
+from midstream.ops.finish_rows import MAX_NORMED
 from midstream.ops.gemv import MAX_WIDTH, gemv
 from midstream.ops.registry import OpSpec
+from midstream.ops.rms_norm import rms_norm as rms_norm_op
 from midstream.ops.skinny_linear import MAX_ROWS, skinny_linear
 
 WIDTH, HIDDEN = 16, 24
@@ -146,7 +143,7 @@ def test_what_is_written_behind_the_norm_is_not_read_by_the_kernel() -> None:
     with torch.no_grad():
         want, found = project(X.clone(), SCALE, IN), fused.call(X.clone(), SCALE, IN)
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
-    assert len(fused.calls(norm_rows)) == 1  # by itself, where the model computes it
+    assert len(fused.calls(rms_norm_op.overload)) == 1  # by itself, where the model computes it
     assert len(fused.kernels) == 1
 
 
@@ -251,7 +248,10 @@ def test_a_norm_reads_float32_where_the_model_keeps_it() -> None:
 )
 def test_what_is_no_such_norm_is_left_apart(mistaken: Callable[[Tensor, Tensor], Tensor]) -> None:
     fused = check(lambda x, s, w: linear(mistaken(x, s), w), X, SCALE, IN, kernels=1)
-    assert sum(fused.left(target) for target in (torch.rsqrt, torch.rms_norm, norm_rows)) == 1
+    assert (
+        sum(fused.left(target) for target in (torch.rsqrt, torch.rms_norm, rms_norm_op.overload))
+        == 1
+    )
 
 
 def test_a_norm_that_is_also_written_to_a_buffer_is_left_apart() -> None:
@@ -403,7 +403,8 @@ def check_rows(
         found = fused.call(*narrow)
     assert found.dtype == torch.bfloat16
     assert (found - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()
-    counts = [len(fused.calls(target)) for target in (project_rows, norm_rows, linear)]
+    ops = (skinny_linear.overload, rms_norm_op.overload, linear)
+    counts = [len(fused.calls(target)) for target in ops]
     assert counts == [kernels, norms, linears]
     return fused
 
@@ -463,7 +464,7 @@ def test_a_gated_norm_of_one_row_is_a_kernel_in_front_of_the_projection(way: str
 
     fused = check(project, X, X.flip(-1), SCALE, IN, kernels=1)
     assert fused.left(torch.rsqrt) == fused.left(silu) == 0
-    assert len(fused.calls(norm_rows)) == 1
+    assert len(fused.calls(rms_norm_op.overload)) == 1
 
 
 @pytest.mark.parametrize("gate", [random(1, 1, WIDTH), random(WIDTH)], ids=["row", "vector"])
@@ -491,7 +492,7 @@ def test_the_norm_of_a_sum_goes_behind_the_projection_that_makes_it() -> None:
     y = random(1, 5, HIDDEN)
     fused = check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2)
     assert fused.left(torch.rsqrt) == 0
-    assert [len(call.args) for call in fused.calls(project_rows)] == [7, 4]
+    assert [call.args[1] is None for call in fused.calls(skinny_linear.overload)] == [False, True]
 
 
 def test_all_that_read_a_norm_of_rows_read_the_kernels() -> None:
@@ -506,7 +507,7 @@ def test_all_that_read_a_norm_of_rows_read_the_kernels() -> None:
 def test_a_norm_whose_weight_is_computed_later_stays_behind_its_projection() -> None:
     def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
         h = x + linear(y, out)
-        return linear(norm(h, scale.sin()), gate)
+        return linear(norm(h, scale * scale), gate)
 
     y = random(1, 5, HIDDEN)
     check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=1)
@@ -575,8 +576,8 @@ def test_an_unknown_number_of_rows_is_few_in_a_decode_step_alone(decodes: bool) 
             found, plain = fused.call(x), mlp(x, *weights)
         assert (found - plain).abs().max() <= 0.02 * plain.abs().max()
     assert len(fused.graphs) == 1
-    assert len(fused.calls(project_rows)) == (2 if decodes else 0)
-    assert len(fused.calls(norm_rows)) == (1 if decodes else 0)
+    assert len(fused.calls(skinny_linear.overload)) == (2 if decodes else 0)
+    assert len(fused.calls(rms_norm_op.overload)) == (1 if decodes else 0)
 
 
 @pytest.mark.parametrize(
@@ -588,7 +589,7 @@ def test_an_unknown_number_of_rows_is_few_in_a_decode_step_alone(decodes: bool) 
         (random(2, 3, WIDTH).bfloat16(), skinny_linear),
         (random(1, 5, WIDTH), None),
         (random(MAX_ROWS + 1, WIDTH).bfloat16(), None),
-        (random(5, 2 * WIDTH)[:, ::2].bfloat16(), skinny_linear),
+        (random(5, 2 * WIDTH).bfloat16()[:, ::2], None),
         (random(0, WIDTH).bfloat16(), None),
         (random(1, WIDTH).double(), None),
     ],
@@ -600,10 +601,197 @@ def test_the_head_takes_the_kernel_for_its_rows(
     for op in (gemv, skinny_linear):
         spied = lambda *args, op=op: (taken.append(op), op.overload(*args))[1]  # noqa: E731
         monkeypatch.setattr(projections, op.name, spied)
-    weight = IN.to(x.dtype)
-    found = projections.project_few(x, weight)
+    weight = nn.Parameter(IN.to(x.dtype))
+    with torch.no_grad():
+        found = projections.project_few(x, weight)
     torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-2)
     assert taken == ([] if kernel is None else [kernel])
+
+
+def _head_kernels(monkeypatch: Any) -> list[str]:
+    taken: list[str] = []
+    for op in (gemv, skinny_linear):
+        monkeypatch.setattr(projections, op.name, lambda *_, name=op.name: taken.append(name))
+    return taken
+
+
+def test_the_head_leaves_what_asks_for_more_to_torch(monkeypatch: Any) -> None:
+    taken = _head_kernels(monkeypatch)
+    weight = nn.Parameter(IN.clone())
+    projections.project_few(X, weight).sum().backward()
+    assert weight.grad is not None
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            assert projections.project_few(X, weight).dtype == torch.bfloat16
+        found = projections.project_few(X, TwoTensor(IN.clone(), UP.clone()))
+        assert type(found) is TwoTensor
+        transposed = random(WIDTH, HIDDEN).T
+        torch.testing.assert_close(projections.project_few(X, transposed), linear(X, transposed))
+        wide = random(1, MAX_WIDTH + 1), random(2, MAX_WIDTH + 1)
+        torch.testing.assert_close(projections.project_few(*wide), linear(*wide))
+    assert not taken
+
+
+LEFT = {
+    "a vector of weights": lambda x: linear(x, UP[0].contiguous()),
+    "transposed weights": lambda x: linear(x, random(WIDTH, HIDDEN).T),
+    "a row with gaps": lambda x: linear(x.repeat_interleave(2, -1)[..., ::2], IN),
+    "float64": lambda x: linear(x.double(), IN.double()),
+    "names": lambda x: linear(input=x, weight=IN),
+}
+
+
+@pytest.mark.parametrize("way", LEFT)
+def test_a_product_that_the_kernel_cannot_read_is_left_alone(way: str) -> None:
+    check(LEFT[way], X, kernels=0, linears=1)
+
+
+BESIDE = {
+    "a bias in front of silu": lambda x, r: silu(linear(x, IN, r[0, 0])) * linear(x, UP),
+    "a bias of the other": lambda x, r: silu(linear(x, IN)) * linear(x, UP, r[0, 0]),
+    "one gate for all": lambda x, r: silu(linear(x, IN)) * linear(x, UP[:1]),
+    "a product that is read twice": lambda x, r: _gated_and_added(linear(x, IN), linear(x, UP)),
+    "another dtype": lambda x, r: r.double() + linear(x, IN),
+    "a sum with gaps": lambda x, r: r.repeat_interleave(2, -1)[..., ::2] + linear(x, IN),
+}
+
+
+def _gated_and_added(gate: Tensor, up: Tensor) -> Tensor:
+    return silu(gate) * up + up
+
+
+@pytest.mark.parametrize("way", BESIDE)
+def test_what_does_not_fit_into_the_kernel_stays_behind_it(way: str) -> None:
+    fused = Fused(BESIDE[way])
+    args = (X, random(1, 1, HIDDEN))
+    with torch.no_grad():
+        want, found = BESIDE[way](*args), fused.call(*args)
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+    assert all(call.args[3] is None for call in fused.kernels)
+    assert "bias" in way or all(call.args[5] is None for call in fused.kernels)
+
+
+def test_a_gate_and_a_sum_go_into_one_kernel() -> None:
+    def project(x: Tensor, r: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return r + silu(linear(x, gate)) * linear(x, up)
+
+    check(project, X, random(1, 1, HIDDEN), IN, UP, kernels=1)
+    check_rows(project, ROWS["tokens"], random(1, 5, HIDDEN), IN, UP, kernels=1)
+
+
+def test_a_sum_whose_rows_lie_apart_stays_behind_the_kernel() -> None:
+    fused = check_rows(
+        lambda x, r, w: r[..., :HIDDEN] + linear(x, w),
+        ROWS["tokens"],
+        random(1, 5, 2 * HIDDEN),
+        IN,
+        kernels=1,
+    )
+    assert fused.calls(skinny_linear.overload)[0].args[5] is None
+
+
+def test_a_norm_of_rows_too_wide_for_a_program_is_left_alone() -> None:
+    wide = MAX_NORMED + 16
+    args = (random(2, wide), random(wide), random(3, wide))
+    check_rows(lambda x, s, w: linear(norm(x, s), w), *args, kernels=1)
+
+
+def test_the_second_norm_of_a_sum_is_a_kernel_by_itself() -> None:
+    def project(y: Tensor, x: Tensor, out: Tensor, a: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        h = x + linear(y, out)
+        return linear(norm(h, a), w) + linear(norm(h, b), w)
+
+    args = (random(1, 5, HIDDEN), ROWS["tokens"], OUT, SCALE, SCALE.flip(0), IN)
+    check_rows(project, *args, kernels=3, norms=1)
+
+
+OTHER_NAMES = {
+    "to": lambda h: h.to(h.dtype),
+    "type_as": lambda h: h.type_as(h),
+    "to and view": lambda h: h.to(h.dtype).view(-1, WIDTH),
+}
+
+
+@pytest.mark.parametrize("few", [True, False], ids=["rows", "row"])
+@pytest.mark.parametrize("way", OTHER_NAMES)
+def test_a_norm_that_is_written_is_seen_under_its_other_names(way: str, few: bool) -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        h = norm(x, scale)
+        other = OTHER_NAMES[way](h)
+        h.mul_(2)
+        return linear(other, w)
+
+    if few:
+        check_rows(project, ROWS["tokens"], SCALE, IN, kernels=1, norms=1)
+    else:
+        check(project, X, SCALE, IN, kernels=1)
+
+
+GATES = {
+    "gaps": lambda both: both[..., ::2],
+    "one for all": lambda both: both[..., :1].expand(1, 1, WIDTH),
+    "float64": lambda both: both[..., :WIDTH].double(),
+    "numbers": lambda both: both[..., :WIDTH].int(),
+}
+
+
+@pytest.mark.parametrize("way", GATES)
+def test_a_gate_that_the_kernel_cannot_read_is_left_apart(way: str) -> None:
+    def project(x: Tensor, both: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear((norm(x, scale) * silu(GATES[way](both).float())).to(x.dtype), w)
+
+    fused = check(project, X, random(1, 1, 2 * WIDTH), SCALE, IN, kernels=1)
+    assert not fused.calls(rms_norm_op.overload)
+
+
+@pytest.mark.parametrize("early", ["gate", "rows", "weight"])
+def test_what_is_written_behind_a_cast_is_read_as_it_was(early: str) -> None:
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        wide = {"gate": gate.float(), "rows": x.float(), "weight": scale.float()}
+        {"gate": gate, "rows": x, "weight": scale}[early].mul_(3)
+        h = wide["rows"] * silu(wide["gate"]) if early == "gate" else wide["rows"]
+        return linear((wide["weight"] * normed(h)).to(w.dtype), w)
+
+    tokens = ROWS["tokens"]
+    args = [tensor.bfloat16() for tensor in (tokens, tokens.flip(-1), SCALE, IN)]
+    fused = Fused(project)
+    with torch.no_grad():
+        want = project(*(arg.clone() for arg in args))
+        found = fused.call(*(arg.clone() for arg in args))
+    torch.testing.assert_close(found, want, rtol=3e-2, atol=3e-2)
+
+
+def test_the_rewritten_graph_is_what_runs() -> None:
+    fused = check_rows(linear, ROWS["tokens"], IN, kernels=1)
+    assert "skinny_linear" in fused.graphs[0].code
+
+
+def test_projections_on_another_device_are_left_alone() -> None:
+    fused = Rewritten(linear, lambda gm, _: fuse_projections(gm))
+    with torch.no_grad():
+        fused.call(X, IN)
+    assert fused.num_rewritten == 0
+
+
+def test_a_kernel_that_the_model_calls_itself_may_write_what_is_read() -> None:
+    def project(x: Tensor, w: Tensor, r: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        y = linear(x, w)
+        gemv(x, u, v, None, None, None, 0.0, 0.0)
+        return r + y
+
+    fused = Fused(project)
+    args = (IN, random(1, 1, HIDDEN), random(8), random(WIDTH, 8))
+    with torch.no_grad():
+        want, found = project(X.clone(), *args), fused.call(X.clone(), *args)
+    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+
+
+def test_sparse_weights_are_left_to_torch() -> None:
+    weight = IN.to_sparse_csr()
+    fused = Fused(linear)
+    with torch.no_grad():
+        torch.testing.assert_close(fused.call(X[0], weight), linear(X[0], IN))
+    assert not fused.kernels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -621,7 +809,7 @@ def test_lowered_models_in_16_bits_decode_rows_together_as_eager_ones_do(family:
             steps.append(rig.decode([(live, int(token)), (other, int(token) + 1)]))
         logits.append(torch.cat(steps).float())
     assert (logits[1] - logits[0]).abs().max() <= 0.03 * logits[0].abs().max()
-    assert len(kernels.calls(project_rows)) >= 6  # a mixer, an attention layer
+    assert len(kernels.calls(skinny_linear.overload)) >= 6  # a mixer, an attention layer
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -90,6 +90,45 @@ def test_a_result_that_is_left_out_is_not_compared():
         check_registration(spec, case)
 
 
+def _optional(name, *there):
+    """An op with an optional result, to which its kernel adds what the reference writes."""
+
+    def kernel(out, other, x):
+        out.copy_(2 * x)
+        if other is not None:
+            other.add_(3 * x)
+
+    def reference(out, other, x):
+        out.copy_(2 * x)
+        if other is not None:
+            other.copy_(3 * x)
+
+    def case(there):
+        def build(generator, dtype, device):
+            x = torch.randn(4, generator=generator).to(dtype)
+            return {"out": x.clone(), "other": x.clone() if there else None, "x": x}
+
+        return OpCase(str(there), build)
+
+    return define_op(
+        f"{name}(Tensor(a!) out, Tensor(b!)? other, Tensor x) -> ()", cuda=kernel, cpu=reference,
+        cases=tuple(map(case, there)), tolerance=ROUNDED, traffic=lambda args: (0, 0),
+        results=("out", "other"),
+    )  # fmt: skip
+
+
+def test_a_result_that_the_first_case_leaves_out_is_proven_by_another_case():
+    suite = op_suite(_optional("test_later", False, True), CPU)
+    (check,) = [c for c in suite if c.name == "results" and c.case.id == "True"]
+    with pytest.raises(AssertionError, match="elements of other hold what they held"):
+        check_results(check.spec, check.case, check.dtype, CPU)
+
+
+def test_an_op_with_a_result_that_no_case_gives_is_refused():
+    with pytest.raises(ContractError, match=r"no case of test_never gives \['other'\]"):
+        op_suite(_optional("test_never", False, False), CPU)
+
+
 def test_a_second_definition_raises():
     _define("test_twice")
     with pytest.raises(RuntimeError, match="test_twice"):
