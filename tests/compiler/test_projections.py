@@ -12,6 +12,8 @@ from compiler_rig import PagedRig
 from rewrite_rig import Rewritten, random
 from tiny_models import FAMILIES, build, prompt
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear, rms_norm, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -764,6 +766,23 @@ def test_what_is_written_behind_a_cast_is_read_as_it_was(early: str) -> None:
 def test_the_rewritten_graph_is_what_runs() -> None:
     fused = check_rows(linear, ROWS["tokens"], IN, kernels=1)
     assert "skinny_linear" in fused.graphs[0].code
+
+
+def test_graphs_with_our_kernels_are_kept_in_the_cache_of_torch() -> None:
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        assert fuse_projections(gm, "cpu") == 2
+        compiled: Any = compile_fx(gm, list(inputs))
+        return compiled
+
+    weights = [nn.Parameter(tensor.bfloat16()) for tensor in (SCALE, IN, UP, OUT)]
+    x = ROWS["tokens"].bfloat16()
+    torch.compiler.reset()
+    counters["aot_autograd"].clear()
+    with torch.no_grad():
+        torch.compile(lambda x: mlp(x, *weights), backend=backend)(x)
+    asked = counters["aot_autograd"]
+    assert asked["autograd_cache_hit"] + asked["autograd_cache_miss"] == 1
+    assert not asked["autograd_cache_bypass"]
 
 
 def test_projections_on_another_device_are_left_alone() -> None:
