@@ -1,4 +1,4 @@
-"""Projections of one token, and of a few, become one kernel each, and nothing else does."""
+"""Projections of one token become one kernel each, and nothing else does."""
 
 from __future__ import annotations
 
@@ -8,65 +8,31 @@ from typing import Any
 import pytest
 import torch
 from backend_rig import Watched
-from compiler_rig import PagedRig
+from projection_rig import (
+    EPS,
+    HIDDEN,
+    IN,
+    NORMS,
+    OUT,
+    SCALE,
+    UP,
+    WIDTH,
+    Fused,
+    X,
+    check,
+    mlp,
+    norm,
+    normed,
+)
 from rewrite_rig import Rewritten, random
-from tiny_models import FAMILIES, build, prompt
 from torch import Tensor, nn
-from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import compile_fx
 from torch.nn.functional import linear, rms_norm, silu
 from torch.testing._internal.two_tensor import TwoTensor
 
-from midstream.compiler import backend_inner, lower, projections
-from midstream.compiler.pieces import distinct_sizes
-from midstream.compiler.projections import decoding, fuse_projections
-from midstream.graphs.kernels import kernels_of
-from midstream.ops.finish_rows import MAX_NORMED
+from midstream.compiler import backend_inner
+from midstream.compiler.projections import fuse_projections
 from midstream.ops.gemv import MAX_WIDTH, gemv
-from midstream.ops.registry import OpSpec
 from midstream.ops.rms_norm import rms_norm as rms_norm_op
-from midstream.ops.skinny_linear import MAX_ROWS, skinny_linear
-
-WIDTH, HIDDEN = 16, 24
-EPS = 1e-5
-
-
-class Fused(Rewritten):
-    def __init__(self, function: Callable[..., Any], **compile_args: Any) -> None:
-        super().__init__(function, fuse_projections, **compile_args)
-
-    @property
-    def kernels(self) -> list[torch.fx.Node]:
-        return self.calls(gemv.overload)
-
-    def left(self, target: Any) -> int:
-        return len(self.calls(target))
-
-
-def norm(x: Tensor, weight: Tensor) -> Tensor:
-    """As transformers writes it."""
-    wide = x.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
-    return weight * wide.to(x.dtype)
-
-
-def check(function: Callable[..., Any], *args: Any, kernels: int, linears: int = 0) -> Fused:
-    """Equal results, and so many kernels and products left."""
-    fused = Fused(function)
-    with torch.no_grad():
-        want, found = function(*args), fused.call(*args)
-    torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
-    assert (len(fused.kernels), fused.left(linear)) == (kernels, linears)
-    return fused
-
-
-X, SCALE = random(1, 1, WIDTH), random(WIDTH)
-IN, UP, OUT = random(HIDDEN, WIDTH), random(HIDDEN, WIDTH) / 2, random(WIDTH, HIDDEN)
-
-
-def mlp(x: Tensor, scale: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-    h = norm(x, scale)
-    return x + linear(silu(linear(h, gate)) * linear(h, up), down)
 
 
 def test_norm_gate_and_residual_go_into_two_kernels() -> None:
@@ -89,11 +55,6 @@ def test_a_norm_that_others_read_too_stays_for_them() -> None:
         return linear(h, a), h.sin()
 
     assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
-
-
-@pytest.mark.parametrize("x", [random(1, 2, WIDTH), random(2, WIDTH)], ids=["tokens", "rows"])
-def test_two_rows_of_float32_are_left_alone(x: Tensor) -> None:
-    check(mlp, x, SCALE, IN, UP, OUT, kernels=0, linears=3)
 
 
 def test_rows_wider_than_a_program_holds_are_left_alone() -> None:
@@ -176,25 +137,6 @@ def test_a_mean_over_other_dimensions_is_no_norm(dim: Any) -> None:
 def test_a_norm_with_a_weight_that_broadcasts_is_left_apart() -> None:
     fused = check(lambda x, s, w: linear(norm(x, s), w), X, random(1), IN, kernels=1)
     assert fused.left(torch.rsqrt) == 1
-
-
-def normed(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
-
-
-def gemma_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return (normed(x.float()) * (1.0 + weight.float())).type_as(x)
-
-
-NORMS = {
-    "shifted": gemma_norm,
-    "shifted by an int": lambda x, w: (w + 1) * normed(x),
-    "scaled in float32": lambda x, w: (w.float() * normed(x.float())).to(x.dtype),
-    "exchanged": lambda x, w: x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + EPS) * w,
-    "viewed": lambda x, w: norm(x.reshape(1, WIDTH), w).view(-1, WIDTH),
-    "of torch": lambda x, w: rms_norm(x, (WIDTH,), w, EPS),
-    "of torch, viewed": lambda x, w: rms_norm(x, (WIDTH,), w, EPS).view(1, 1, WIDTH),
-}
 
 
 @pytest.mark.parametrize("way", NORMS)
@@ -394,246 +336,6 @@ def test_the_backend_fuses_what_needs_no_gradients(grad: bool, monkeypatch: Any)
         assert fused == [1]
 
 
-def check_rows(
-    function: Callable[..., Any], *args: Tensor, kernels: int, norms: int = 0, linears: int = 0
-) -> Fused:
-    """As near to float64 as the unfused function, and so many calls left; in bfloat16."""
-    narrow = [arg.bfloat16() for arg in args]
-    fused = Fused(function)
-    with torch.no_grad():
-        exact, plain = function(*(arg.double() for arg in narrow)), function(*narrow)
-        found = fused.call(*narrow)
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).abs().mean() <= 1.1 * (plain - exact).abs().mean()
-    ops = (skinny_linear.overload, rms_norm_op.overload, linear)
-    counts = [len(fused.calls(target)) for target in ops]
-    assert counts == [kernels, norms, linears]
-    return fused
-
-
-ROWS = {
-    "tokens": random(1, 5, WIDTH),
-    "rows": random(5, WIDTH),
-    "one token of each row": random(5, 1, WIDTH),
-    "as many as a kernel takes": random(1, MAX_ROWS, WIDTH),
-}
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_a_few_rows_of_16_bits_have_a_kernel_for_each_projection(rows: str) -> None:
-    fused = check_rows(mlp, ROWS[rows], SCALE, IN, UP, OUT, kernels=2, norms=1)
-    assert fused.left(silu) == fused.left(torch.rsqrt) == 0
-
-
-@pytest.mark.parametrize("way", [way for way in NORMS if "viewed" not in way])  # as one row
-def test_a_norm_of_rows_is_found_however_it_is_written(way: str) -> None:
-    fused = check_rows(
-        lambda x, s, w: linear(NORMS[way](x, s), w), ROWS["tokens"], SCALE, IN, kernels=1, norms=1
-    )  # fmt: skip
-    assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == 0
-
-
-def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    wide = x.float() * silu(gate.float())
-    return weight * normed(wide).to(x.dtype)
-
-
-def gated_delta_norm(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    return (norm(x, weight) * silu(gate.float())).to(x.dtype)
-
-
-GATED_NORMS = {
-    "first": mamba_norm,
-    "last": gated_delta_norm,
-    "last, exchanged": lambda x, gate, w: silu(gate) * norm(x, w),
-}
-
-
-@pytest.mark.parametrize("way", GATED_NORMS)
-def test_a_gated_norm_of_rows_is_one_kernel(way: str) -> None:
-    def project(both: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        x, gate = both.chunk(2, -1)  # rows lie apart
-        return linear(GATED_NORMS[way](x.contiguous(), gate, scale), w)
-
-    fused = check_rows(project, random(1, 5, 2 * WIDTH), SCALE, IN, kernels=1, norms=1)
-    assert fused.left(torch.rsqrt) == fused.left(silu) == 0
-
-
-@pytest.mark.parametrize("way", GATED_NORMS)
-def test_a_gated_norm_of_one_row_is_a_kernel_in_front_of_the_projection(way: str) -> None:
-    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        return linear(GATED_NORMS[way](x, gate, scale), w)
-
-    fused = check(project, X, X.flip(-1), SCALE, IN, kernels=1)
-    assert fused.left(torch.rsqrt) == fused.left(silu) == 0
-    assert len(fused.calls(rms_norm_op.overload)) == 1
-
-
-@pytest.mark.parametrize("gate", [random(1, 1, WIDTH), random(WIDTH)], ids=["row", "vector"])
-def test_a_gate_that_broadcasts_is_left_apart(gate: Tensor) -> None:
-    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        return linear(gated_delta_norm(x, gate, scale), w)
-
-    fused = check_rows(project, ROWS["tokens"], gate, SCALE, IN, kernels=1)
-    assert fused.left(torch.rsqrt) == 1
-
-
-def test_a_gated_norm_of_a_projection_is_no_second_result_of_it() -> None:
-    def project(y: Tensor, gate: Tensor, out: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        return linear(gated_delta_norm(linear(y, out), gate, scale), w)
-
-    y = random(1, 5, HIDDEN)
-    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=1)
-
-
-def test_the_norm_of_a_sum_goes_behind_the_projection_that_makes_it() -> None:
-    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = x + linear(y, out)
-        return h + linear(norm(h, scale), gate)[..., :WIDTH]
-
-    y = random(1, 5, HIDDEN)
-    fused = check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2)
-    assert fused.left(torch.rsqrt) == 0
-    assert [call.args[1] is None for call in fused.calls(skinny_linear.overload)] == [False, True]
-
-
-def test_all_that_read_a_norm_of_rows_read_the_kernels() -> None:
-    def project(x: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        h = norm(x, scale)
-        return linear(h.view(-1, WIDTH), a)[None] + linear(h, b) * h.mean(-1, keepdim=True)
-
-    fused = check_rows(project, ROWS["tokens"], SCALE, IN, UP, kernels=2, norms=1)
-    assert fused.left(torch.rsqrt) == 0
-
-
-def test_a_norm_whose_weight_is_computed_later_stays_behind_its_projection() -> None:
-    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = x + linear(y, out)
-        return linear(norm(h, scale * scale), gate)
-
-    y = random(1, 5, HIDDEN)
-    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=1)
-
-
-@pytest.mark.parametrize("written", ["between", "behind"])
-def test_a_norm_of_rows_reads_what_stood_there_when_the_model_read_it(written: str) -> None:
-    def project(y: Tensor, x: Tensor, out: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
-        h = x + linear(y, out)
-        if written == "between":
-            h.mul_(2)
-        normed = norm(h, scale)
-        if written == "behind":
-            h.mul_(2)
-        return linear(normed, gate)
-
-    y = random(1, 5, HIDDEN)
-    norms = int(written == "between")
-    check_rows(project, y, ROWS["tokens"], OUT, SCALE, IN, kernels=2, norms=norms)
-
-
-@pytest.mark.parametrize(
-    "residual", [random(WIDTH), random(1, 1, WIDTH), random(5, WIDTH)], ids=str
-)
-def test_a_sum_of_rows_that_broadcasts_is_left_apart(residual: Tensor) -> None:
-    check_rows(
-        lambda x, w, r: r + linear(x, w),
-        ROWS["tokens"][:, :, :WIDTH],
-        OUT.T[:WIDTH, :].contiguous(),
-        residual,
-        kernels=1,
-    )
-
-
-@pytest.mark.parametrize(
-    "taken",
-    [
-        lambda x: x[:WIDTH].expand(5, -1),
-        lambda x: x[:WIDTH].repeat(MAX_ROWS + 1, 1),
-        lambda x: x.view(3, 2, WIDTH),
-        lambda x: x.view(2, 3, WIDTH).transpose(0, 1),
-        lambda x: x.view(1, 3, 2 * WIDTH)[..., ::2],
-        lambda x: x.view(WIDTH, 6).T,
-        lambda x: x.view(3, 2 * WIDTH)[:, WIDTH:],
-    ],
-    ids=["one for all", "many", "two axes", "exchanged", "gaps", "transposed", "slices"],
-)
-def test_rows_that_the_kernel_does_not_take_are_left_alone(
-    taken: Callable[[Tensor], Tensor],
-) -> None:
-    check_rows(lambda x, w: linear(taken(x), w), random(6 * WIDTH), IN, kernels=0, linears=1)
-
-
-def test_rows_with_a_bias_are_left_alone() -> None:
-    check_rows(linear, ROWS["tokens"], IN, random(HIDDEN), kernels=0, linears=1)
-
-
-@pytest.mark.parametrize("decodes", [True, False])
-def test_an_unknown_number_of_rows_is_few_in_a_decode_step_alone(decodes: bool) -> None:
-    weights = [nn.Parameter(tensor.bfloat16()) for tensor in (SCALE, IN, UP, OUT)]
-    fused = Fused(lambda x: mlp(x, *weights), dynamic=True)
-    for rows in (5, 2, 64, 65, 300):
-        x = random(1, rows, WIDTH).bfloat16()
-        torch._dynamo.mark_static(x, 2)
-        with torch.no_grad(), distinct_sizes(), decoding(decodes):
-            found, plain = fused.call(x), mlp(x, *weights)
-        assert (found - plain).abs().max() <= 0.02 * plain.abs().max()
-    assert len(fused.graphs) == 1
-    assert len(fused.calls(skinny_linear.overload)) == (2 if decodes else 0)
-    assert len(fused.calls(rms_norm_op.overload)) == (1 if decodes else 0)
-
-
-@pytest.mark.parametrize(
-    ("x", "kernel"),
-    [
-        (random(1, 1, WIDTH), gemv),
-        (random(WIDTH).bfloat16(), gemv),
-        (random(1, 5, WIDTH).bfloat16(), skinny_linear),
-        (random(2, 3, WIDTH).bfloat16(), skinny_linear),
-        (random(1, 5, WIDTH), None),
-        (random(MAX_ROWS + 1, WIDTH).bfloat16(), None),
-        (random(5, 2 * WIDTH).bfloat16()[:, ::2], None),
-        (random(0, WIDTH).bfloat16(), None),
-        (random(1, WIDTH).double(), None),
-    ],
-)
-def test_the_head_takes_the_kernel_for_its_rows(
-    x: Tensor, kernel: OpSpec | None, monkeypatch: Any
-) -> None:
-    taken: list[OpSpec] = []
-    for op in (gemv, skinny_linear):
-        spied = lambda *args, op=op: (taken.append(op), op.overload(*args))[1]  # noqa: E731
-        monkeypatch.setattr(projections, op.name, spied)
-    weight = nn.Parameter(IN.to(x.dtype))
-    with torch.no_grad():
-        found = projections.project_few(x, weight)
-    torch.testing.assert_close(found, linear(x, weight), rtol=1e-2, atol=1e-2)
-    assert taken == ([] if kernel is None else [kernel])
-
-
-def _head_kernels(monkeypatch: Any) -> list[str]:
-    taken: list[str] = []
-    for op in (gemv, skinny_linear):
-        monkeypatch.setattr(projections, op.name, lambda *_, name=op.name: taken.append(name))
-    return taken
-
-
-def test_the_head_leaves_what_asks_for_more_to_torch(monkeypatch: Any) -> None:
-    taken = _head_kernels(monkeypatch)
-    weight = nn.Parameter(IN.clone())
-    projections.project_few(X, weight).sum().backward()
-    assert weight.grad is not None
-    with torch.no_grad():
-        with torch.autocast("cpu", torch.bfloat16):
-            assert projections.project_few(X, weight).dtype == torch.bfloat16
-        found = projections.project_few(X, TwoTensor(IN.clone(), UP.clone()))
-        assert type(found) is TwoTensor
-        transposed = random(WIDTH, HIDDEN).T
-        torch.testing.assert_close(projections.project_few(X, transposed), linear(X, transposed))
-        wide = random(1, MAX_WIDTH + 1), random(2, MAX_WIDTH + 1)
-        torch.testing.assert_close(projections.project_few(*wide), linear(*wide))
-    assert not taken
-
-
 LEFT = {
     "a vector of weights": lambda x: linear(x, UP[0].contiguous()),
     "transposed weights": lambda x: linear(x, random(WIDTH, HIDDEN).T),
@@ -673,118 +375,6 @@ def test_what_does_not_fit_into_the_kernel_stays_behind_it(way: str) -> None:
     assert "bias" in way or all(call.args[5] is None for call in fused.kernels)
 
 
-def test_a_gate_and_a_sum_go_into_one_kernel() -> None:
-    def project(x: Tensor, r: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        return r + silu(linear(x, gate)) * linear(x, up)
-
-    check(project, X, random(1, 1, HIDDEN), IN, UP, kernels=1)
-    check_rows(project, ROWS["tokens"], random(1, 5, HIDDEN), IN, UP, kernels=1)
-
-
-def test_a_sum_whose_rows_lie_apart_stays_behind_the_kernel() -> None:
-    fused = check_rows(
-        lambda x, r, w: r[..., :HIDDEN] + linear(x, w),
-        ROWS["tokens"],
-        random(1, 5, 2 * HIDDEN),
-        IN,
-        kernels=1,
-    )
-    assert fused.calls(skinny_linear.overload)[0].args[5] is None
-
-
-def test_a_norm_of_rows_too_wide_for_a_program_is_left_alone() -> None:
-    wide = MAX_NORMED + 16
-    args = (random(2, wide), random(wide), random(3, wide))
-    check_rows(lambda x, s, w: linear(norm(x, s), w), *args, kernels=1)
-
-
-def test_the_second_norm_of_a_sum_is_a_kernel_by_itself() -> None:
-    def project(y: Tensor, x: Tensor, out: Tensor, a: Tensor, b: Tensor, w: Tensor) -> Tensor:
-        h = x + linear(y, out)
-        return linear(norm(h, a), w) + linear(norm(h, b), w)
-
-    args = (random(1, 5, HIDDEN), ROWS["tokens"], OUT, SCALE, SCALE.flip(0), IN)
-    check_rows(project, *args, kernels=3, norms=1)
-
-
-OTHER_NAMES = {
-    "to": lambda h: h.to(h.dtype),
-    "type_as": lambda h: h.type_as(h),
-    "to and view": lambda h: h.to(h.dtype).view(-1, WIDTH),
-}
-
-
-@pytest.mark.parametrize("few", [True, False], ids=["rows", "row"])
-@pytest.mark.parametrize("way", OTHER_NAMES)
-def test_a_norm_that_is_written_is_seen_under_its_other_names(way: str, few: bool) -> None:
-    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        h = norm(x, scale)
-        other = OTHER_NAMES[way](h)
-        h.mul_(2)
-        return linear(other, w)
-
-    if few:
-        check_rows(project, ROWS["tokens"], SCALE, IN, kernels=1, norms=1)
-    else:
-        check(project, X, SCALE, IN, kernels=1)
-
-
-GATES = {
-    "gaps": lambda both: both[..., ::2],
-    "one for all": lambda both: both[..., :1].expand(1, 1, WIDTH),
-    "float64": lambda both: both[..., :WIDTH].double(),
-    "numbers": lambda both: both[..., :WIDTH].int(),
-}
-
-
-@pytest.mark.parametrize("way", GATES)
-def test_a_gate_that_the_kernel_cannot_read_is_left_apart(way: str) -> None:
-    def project(x: Tensor, both: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        return linear((norm(x, scale) * silu(GATES[way](both).float())).to(x.dtype), w)
-
-    fused = check(project, X, random(1, 1, 2 * WIDTH), SCALE, IN, kernels=1)
-    assert not fused.calls(rms_norm_op.overload)
-
-
-@pytest.mark.parametrize("early", ["gate", "rows", "weight"])
-def test_what_is_written_behind_a_cast_is_read_as_it_was(early: str) -> None:
-    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        wide = {"gate": gate.float(), "rows": x.float(), "weight": scale.float()}
-        {"gate": gate, "rows": x, "weight": scale}[early].mul_(3)
-        h = wide["rows"] * silu(wide["gate"]) if early == "gate" else wide["rows"]
-        return linear((wide["weight"] * normed(h)).to(w.dtype), w)
-
-    tokens = ROWS["tokens"]
-    args = [tensor.bfloat16() for tensor in (tokens, tokens.flip(-1), SCALE, IN)]
-    fused = Fused(project)
-    with torch.no_grad():
-        want = project(*(arg.clone() for arg in args))
-        found = fused.call(*(arg.clone() for arg in args))
-    torch.testing.assert_close(found, want, rtol=3e-2, atol=3e-2)
-
-
-def test_the_rewritten_graph_is_what_runs() -> None:
-    fused = check_rows(linear, ROWS["tokens"], IN, kernels=1)
-    assert "skinny_linear" in fused.graphs[0].code
-
-
-def test_graphs_with_our_kernels_are_kept_in_the_cache_of_torch() -> None:
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        assert fuse_projections(gm, "cpu") == 2
-        compiled: Any = compile_fx(gm, list(inputs))
-        return compiled
-
-    weights = [nn.Parameter(tensor.bfloat16()) for tensor in (SCALE, IN, UP, OUT)]
-    x = ROWS["tokens"].bfloat16()
-    torch.compiler.reset()
-    counters["aot_autograd"].clear()
-    with torch.no_grad():
-        torch.compile(lambda x: mlp(x, *weights), backend=backend)(x)
-    asked = counters["aot_autograd"]
-    assert asked["autograd_cache_hit"] + asked["autograd_cache_miss"] == 1
-    assert not asked["autograd_cache_bypass"]
-
-
 def test_projections_on_another_device_are_left_alone() -> None:
     fused = Rewritten(linear, lambda gm, _: fuse_projections(gm))
     with torch.no_grad():
@@ -811,69 +401,3 @@ def test_sparse_weights_are_left_to_torch() -> None:
     with torch.no_grad():
         torch.testing.assert_close(fused.call(X[0], weight), linear(X[0], IN))
     assert not fused.kernels
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lowered_models_in_16_bits_decode_rows_together_as_eager_ones_do(family: str) -> None:
-    ids = prompt(12)
-    kernels = Fused(lambda: None)
-    logits = []
-    for mode in ("eager", "inductor"):
-        model = build(family).bfloat16()
-        lowered = lower(model, compile_mode=mode, backend=kernels.backend)  # type: ignore[arg-type]
-        rig = PagedRig(lowered)
-        live, other = rig.start(), rig.start()
-        steps = [rig.chunk([(live, ids[:9]), (other, ids[:4])])]
-        for token in ids[9:]:
-            steps.append(rig.decode([(live, int(token)), (other, int(token) + 1)]))
-        logits.append(torch.cat(steps).float())
-    assert (logits[1] - logits[0]).abs().max() <= 0.03 * logits[0].abs().max()
-    assert len(kernels.calls(skinny_linear.overload)) >= 6  # a mixer, an attention layer
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lowered_models_decode_the_same_tokens(family: str) -> None:
-    ids = prompt(12)
-    kernels = Fused(lambda: None)
-    logits = []
-    for mode in ("eager", "inductor"):
-        lowered = lower(build(family), compile_mode=mode, backend=kernels.backend)  # type: ignore[arg-type]
-        rig = PagedRig(lowered)
-        live = rig.start()
-        steps = [rig.chunk([(live, ids[:9])])]
-        steps += [rig.decode([(live, int(token))]) for token in ids[9:]]
-        logits.append(torch.cat(steps))
-    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
-    assert len(kernels.kernels) >= 6  # a mixer, an attention layer
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_backend_replays_the_kernels(dtype: torch.dtype) -> None:
-    args = [tensor.to("cuda", dtype) for tensor in (X, SCALE, IN, UP, OUT)]
-    exact = mlp(*(tensor.double() for tensor in args))
-    watched = Watched(mlp, options={})
-    with torch.inference_mode():
-        plain = mlp(*args)
-    for _ in range(3):
-        found = watched(*args)
-        assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max() + 1e-6
-    assert watched.num_replays >= 1
-    names = [kernel.name for kernel in kernels_of(lambda: watched(*args))]
-    assert sum(name.startswith("_gemv_kernel") for name in names) == 2
-
-
-@pytest.mark.gpu
-def test_the_backend_replays_the_kernels_of_a_few_rows() -> None:
-    args = [tensor.to("cuda", torch.bfloat16) for tensor in (ROWS["tokens"], SCALE, IN, UP, OUT)]
-    exact = mlp(*(tensor.double() for tensor in args))
-    torch.compiler.reset()  # of other sizes, the count of rows would be a symbol
-    watched = Watched(mlp, options={})
-    with torch.inference_mode():
-        plain = mlp(*args)
-    for _ in range(3):
-        found = watched(*args)
-        assert (found - exact).abs().max() <= 1.2 * (plain - exact).abs().max() + 1e-6
-    assert watched.num_replays >= 1
-    names = [kernel.name for kernel in kernels_of(lambda: watched(*args))]
-    assert sum(name.startswith("_product_kernel") for name in names) == 2
