@@ -22,10 +22,11 @@ from midstream.compiler.lowering import LayerSite, LoweredModel, find_sites
 from midstream.errors import ConfigError
 from midstream.graphs.audit import GraphAudit, Owner, Owners, audit
 from midstream.runtime.assembly import Parts, describe_pages
+from midstream.runtime.config import ResolvedConfig
 from midstream.runtime.engine import Engine
 from midstream.runtime.planner import PageBytes
 
-FLOOR_LENGTH = 1024  # tokens of each row where the floor counts keys and values
+FLOOR_LENGTH = 1024  # tokens of each row where the floor counts keys and values, at most max_len
 _COPY_BYTES = {"cuda": 2**31, "cpu": 2**26}
 
 
@@ -44,9 +45,10 @@ class LayerReport:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """Bytes of a decode step of `rows` rows of FLOOR_LENGTH tokens, and their time."""
+    """Bytes of a decode step of `rows` rows of `length` tokens, and their time."""
 
     rows: int
+    length: int
     weight_bytes: int
     state_bytes: int
     kv_bytes: int
@@ -113,7 +115,7 @@ def explain_model(engine: Engine, gb_per_s: float | None = None) -> ModelReport:
         },
         graphs=tuple(audit(graph, owners) for graph in parts.runner.graphs.captured.values()),
         ungraphed=tuple(_ungraphed(parts)),
-        floors=tuple(_floors(lowered, config.max_rows, rate)),
+        floors=tuple(_floors(lowered, config, rate)),
         gb_per_s=rate,
         rate_is_measured=gb_per_s is None,
     )
@@ -226,16 +228,18 @@ def _ungraphed(parts: Parts) -> Iterator[str]:
         yield f"{count} so far: {why}"
 
 
-def _floors(lowered: LoweredModel, max_rows: int, gb_per_s: float) -> Iterator[Floor]:
+def _floors(lowered: LoweredModel, config: ResolvedConfig, gb_per_s: float) -> Iterator[Floor]:
     model, kv = lowered.model, lowered.kv_layout
+    most, length = config.max_rows, min(FLOOR_LENGTH, config.max_len)
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     weights = sum(map(_num_bytes, model.parameters()))
     if head.data_ptr() != table.data_ptr():
         weights -= _num_bytes(table)  # a step reads one row of it for each token
-    for rows in sorted({1, min(32, max_rows), max_rows}):
+    for rows in sorted({1, min(32, most), most}):
         state = 2 * rows * lowered.layout.page_bytes
-        read = rows * FLOOR_LENGTH * kv.page_bytes // kv.kv_block
-        yield Floor(rows, weights, state, read, (weights + state + read) / gb_per_s / 1e3)
+        read = rows * length * kv.page_bytes // kv.kv_block
+        micros = (weights + state + read) / gb_per_s / 1e3
+        yield Floor(rows, length, weights, state, read, micros)
 
 
 def _offsets(path: str, binding: Any) -> Iterator[Owner]:

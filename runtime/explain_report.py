@@ -10,7 +10,6 @@ from typing import Any
 from midstream.runtime.engine import Engine
 from midstream.runtime.explain_dot import dot_text
 from midstream.runtime.explain_model import (
-    FLOOR_LENGTH,
     LayerReport,
     ModelReport,
     explain_model,
@@ -51,7 +50,7 @@ def report_lines(report: ModelReport, all_buffers: bool = False) -> list[str]:
     out += ["", f"floor of a decode step at {report.gb_per_s:,.0f} GB/s ({how}):"]
     out += [
         f"  {f.rows:>4} rows: {f.micros:>10.1f} us for {f.weight_bytes:,} bytes of weights, "
-        f"{f.state_bytes:,} of state, {f.kv_bytes:,} of keys and values ({FLOOR_LENGTH} tokens a row)"
+        f"{f.state_bytes:,} of state, {f.kv_bytes:,} of keys and values ({f.length} tokens a row)"
         for f in report.floors
     ]
     if report.num_unowned:

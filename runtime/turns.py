@@ -33,6 +33,8 @@ class Turns:
     def turn(self) -> None:
         """Launch the next step and take in what the step before it brought."""
         self._deliver()
+        if self.parts.scheduler.waiting and not self.parts.scheduler.running:
+            self.settle()  # a stop is noticed a step late: the last state of an answer is still in flight
         self._notice_moved_weights()
         plan = self._schedule()
         if plan is not None:
@@ -60,7 +62,7 @@ class Turns:
     def _notice_moved_weights(self) -> None:
         """Before requests start on an idle engine: graphs and saved state of other weights must go."""
         parts = self.parts
-        if self.flights or parts.scheduler.running or not parts.scheduler.waiting:
+        if parts.scheduler.running or not parts.scheduler.waiting:
             return
         if moved := parts.runner.moved_weights():
             _log.warning(

@@ -41,6 +41,25 @@ def test_all_modes_and_retentions_bring_the_same_tokens(mode: str, retention: An
         assert (engine.stats()["cache"]["reused"] > 0) == (mode != "none")
 
 
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("length", [1, 3, 11, 16])
+def test_an_answer_that_ended_at_a_stop_token_is_reused_at_its_exact_length(
+    mode: str, length: int
+) -> None:
+    """The step in flight feeds the stop token; what asks at once finds what that step leaves."""
+    prompt = text(21)
+    whole = answer(prompt, 40)
+    place = next(n for n in range(length - 1, 40) if whole[n] not in whole[:n])
+    with hash_engine(cache_mode=mode) as engine:
+        params = greedy(40, stop_token_ids=[whole[place]])
+        (output,) = engine.generate([prompt], params)
+        assert (output.finish_reason, list(output.token_ids)) == ("stop", whole[: place + 1])
+        turn = prompt + whole[: place + 1] + text(9, seed=2)
+        (following,) = engine.generate([turn], greedy(5))
+        assert list(following.token_ids) == answer(turn, 5)
+        assert following.num_cached_tokens == len(prompt) + place + 1
+
+
 def test_mode_all_keeps_every_boundary_while_its_request_lives() -> None:
     options = {"cache_mode": "all", "num_state_pages": 16, "max_len": 60, "num_kv_pages": 40}
     with hash_engine(**options) as engine:

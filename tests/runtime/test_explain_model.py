@@ -54,7 +54,8 @@ def test_the_floor_counts_weights_once_and_states_twice():
     weights = sum(p.numel() * 4 for p in model.parameters()) - 128 * 64 * 4  # the table of tokens
     one, two = report.floors
     assert (one.weight_bytes, one.state_bytes) == (weights, 2 * page)
-    assert one.kv_bytes == FLOOR_LENGTH * 2 * 2 * 16 * 4  # one layer, two heads of 16
+    assert one.length == SMALL["max_len"] < FLOOR_LENGTH
+    assert one.kv_bytes == one.length * 2 * 2 * 16 * 4  # one layer, two heads of 16
     assert (two.weight_bytes, two.state_bytes) == (weights, 4 * page)
     total = one.weight_bytes + one.state_bytes + one.kv_bytes
     assert one.micros == pytest.approx(1e6 * total / 100e9)
