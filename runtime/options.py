@@ -68,7 +68,7 @@ class EngineConfig:
     retention: str | int | None = option(
         "auto",
         "states kept besides the ends of prompts and answers and the places where prompts part: "
-        '"auto": at powers of two; 0: none; n: every n tokens; none: every block',
+        '"auto": at powers of two; 0: none; n: every n tokens, a multiple of kv_block; none: every block',
     )
     eviction: str = option(
         "value", '"value": saved work per byte, use and age; "lru": longest unused'

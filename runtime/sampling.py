@@ -39,12 +39,14 @@ to 1; pass 1.0 to turn it off, or temperature=0 for greedy decoding
 
     max_tokens: int = option(16, "the answer is not longer; clipped to the room left under max_len")
     min_tokens: int = option(0, "nothing that ends the answer is sampled before")
-    temperature: float = option(1.0, "0: greedy")
+    temperature: float = option(1.0, "0: greedy; else from 1e-5 to 1e5")
     top_k: int = option(0, "keep the k likeliest tokens; 0: all")
     top_p: float = option(1.0, "keep the smallest set of tokens with this mass")
     min_p: float = option(0.0, "drop tokens less likely than this part of the likeliest")
     seed: int | None = option(None, "none: the engine draws one")
-    stop_token_ids: tuple[int, ...] = option((), "these end the answer, besides end-of-sequence")
+    stop_token_ids: tuple[int, ...] = option(
+        (), "these end the answer, besides end-of-sequence; at most 8 with it"
+    )
     stop: tuple[str, ...] = option((), "so do these strings; they are not part of the text")
     ignore_eos: bool = option(False, "end-of-sequence does not end the answer")
     logprobs: int | None = option(
