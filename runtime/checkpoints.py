@@ -141,14 +141,15 @@ class Checkpoints:
         row = -1 if flight is None or flight.is_over else _row_of(flight, request.epoch)
         begin = count if row < 0 or flight is None else int(flight.num_computed[row])
         first, last = begin // grid, -(-count // grid)
-        ending = Ending(
-            self.chains.of_live(request, count), request.root, count, self.chains.tail(request, count), first
-        )  # fmt: skip
+        keys, tail = self.chains.of_live(request, count), self.chains.tail(request, count)
+        ending = Ending(request.epoch, keys, request.root, count, tail, first)
         if row < 0 or flight is None:
             ending.kv_pages, ending.state_page = self.live.kv_pages(slot)[first:last], page
             self._publish_ending(ending)
             return
         flight.endings.append(ending)
+        if count >= grid:  # what continues this sequence may wait for it
+            own.index.expected.add(request.epoch, keys[count // grid - 1], count)
         ending.kv_pages = own.hand_over_kv(slot, first, last)
         ending.state_page, self.live.running_page[slot] = page, NULL_PAGE
 

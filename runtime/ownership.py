@@ -152,6 +152,7 @@ class PageOwnership:
             return False
         endings, plan.endings = plan.endings, []
         for ending in endings:
+            self.index.expected.end(ending.epoch)
             self.kv_pool.release(ending.kv_pages)
             self.state_pool.release(ending.state_page)
         return True

@@ -48,6 +48,7 @@ class Publication:
 class Ending:
     """What a request that left its slot computed last: published when the step that wrote it is committed."""
 
+    epoch: int
     keys: Keys
     root: bytes
     num_tokens: int

@@ -34,7 +34,7 @@ class Turns:
         """Launch the next step and take in what the step before it brought."""
         self._deliver()
         if self.parts.scheduler.waiting and not self.parts.scheduler.running:
-            self.settle()  # a stop is noticed a step late: the last state of an answer is still in flight
+            self.settle()  # nobody computes meanwhile: what starts finds all that the last step leaves
         self._notice_moved_weights()
         plan = self._schedule()
         if plan is not None:

@@ -60,6 +60,27 @@ def test_an_answer_that_ended_at_a_stop_token_is_reused_at_its_exact_length(
         assert following.num_cached_tokens == len(prompt) + place + 1
 
 
+def test_a_turn_that_comes_while_others_decode_waits_for_the_end_of_the_answer() -> None:
+    prompt, whole = text(21), answer(text(21), 40)
+    place = next(n for n in range(15, 40) if whole[n] not in whole[:n])
+    turn = prompt + whole[: place + 1] + text(9, seed=2)
+    with hash_engine() as engine:
+        other = engine.add(text(13, seed=1), greedy(45))
+        first = engine.add(prompt, greedy(40, stop_token_ids=[whole[place]]))
+        second, outputs = None, {}
+        while engine.num_unfinished:
+            for update in engine.step():
+                if update.output is not None:
+                    outputs[update.handle] = update.output
+                    if update.handle == first:
+                        second = engine.add(turn, greedy(5))
+        assert second is not None
+        assert outputs[second].num_cached_tokens == len(prompt) + place + 1
+        assert engine.stats()["cache"]["waits"] == 1
+        assert list(outputs[second].token_ids) == answer(turn, 5)
+        assert list(outputs[other].token_ids) == answer(text(13, seed=1), 45)
+
+
 def test_mode_all_keeps_every_boundary_while_its_request_lives() -> None:
     options = {"cache_mode": "all", "num_state_pages": 16, "max_len": 60, "num_kv_pages": 40}
     with hash_engine(**options) as engine:
