@@ -45,7 +45,7 @@ def compile_with_inductor(
     """
     patches = {**_mode_patches(settings), "triton.cudagraphs": False}
     copied = _with_kept_copies(gm, facts)
-    fused = 0 if facts.needs_backward else fuse_one_token(copied)
+    fused = 0 if facts.needs_backward else fuse_few_tokens(copied)
     use_cache = functorch_config.enable_autograd_cache and not (facts.has_foreign_ops or fused)
     try:
         with functorch_config.patch(enable_autograd_cache=use_cache):
@@ -58,8 +58,8 @@ def compile_with_inductor(
         ) from error
 
 
-def fuse_one_token(gm: fx.GraphModule, device_type: str = "cuda") -> int:
-    """Rewrite what models compute for a single token.  Returns how many places."""
+def fuse_few_tokens(gm: fx.GraphModule, device_type: str = "cuda") -> int:
+    """Rewrite what models compute for one token, or for a few.  Returns how many places."""
     passes = (fuse_projections, fuse_static_attention, spell_out_short_products)
     return sum(rewrite(gm, device_type) for rewrite in passes)
 

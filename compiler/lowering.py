@@ -98,12 +98,13 @@ class LoweredModel:
             raise ContractError(
                 "LoweredModel: forward() after undo(), expected a lowered model; call lower() again"
             )
-        with ExitStack() as around:
-            around.enter_context(torch.no_grad())
-            around.enter_context(self._on_device)
-            around.enter_context(self._context.running(step))
-            around.enter_context(self._sizes())
-            around.enter_context(decoding(step.kind == "decode"))
+        with (
+            torch.no_grad(),
+            self._on_device,
+            self._context.running(step),
+            self._sizes(),
+            decoding(step.kind == "decode"),
+        ):
             output = self.model(
                 input_ids=step.token_id[None],
                 position_ids=step.position[None],

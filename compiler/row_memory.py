@@ -9,13 +9,13 @@ Letters: R rows of the memory, B rows of a cache, Z KV pages of a row, N pages, 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from midstream.compiler.context import Pools, StepView
+from midstream.compiler.host_memory import host_memory
 from midstream.compiler.lowering import LoweredModel
 from midstream.errors import CapacityError, ContractError
 
@@ -185,13 +185,9 @@ def _allocate(
         "model; lower max_batch or max_len"
     )
     # more than there is would not fail when it is taken, but end the process when it is filled
-    if device.type == "cpu" and num_bytes > _host_bytes():
+    if device.type == "cpu" and num_bytes > host_memory():
         raise refusal
     try:
         return *layout.allocate(num_rows + 1, device), kv_layout.allocate(num_kv + 1, device)
     except CapacityError as error:
         raise refusal from error
-
-
-def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

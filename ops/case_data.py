@@ -20,14 +20,14 @@ _ALIGN = 64  # elements: LAUNCH_ALIGN bytes for every element of two bytes or mo
 
 
 def draw(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers, rounded to `dtype`."""
-    return torch.randn(shape, generator=generator).to(dtype)
+    """Normal numbers, rounded to `dtype`, where the generator is."""
+    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
 
 def draw_pitched(generator: torch.Generator, *shape: int, dtype: torch.dtype, gap: int) -> Tensor:
     """The same, as a view whose rows lie `gap` elements further apart than their length."""
     width = torch.Size(shape[1:]).numel()
-    wide = torch.full((shape[0], width + gap), float("nan"), dtype=dtype)
+    wide = torch.full((shape[0], width + gap), float("nan"), dtype=dtype, device=generator.device)
     wide[:, :width] = draw(generator, shape[0], width, dtype=dtype)
     return wide[:, :width].unflatten(1, shape[1:])
 

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
+from midstream.ops.case_data import draw, draw_pitched
 from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.registry import DTYPES, Args, OpCase, Tolerance, define_op
 
@@ -195,13 +196,11 @@ def _case(
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
         def random(*shape: int) -> Tensor:
-            numbers = torch.randn(shape, generator=generator, device=generator.device)
-            return numbers.to(device, dtype)
+            return draw(generator, *shape, dtype=dtype).to(device)
 
         def matrix() -> Tensor:
-            wide = torch.full((outputs, width + gap), torch.nan, dtype=dtype, device=device)
-            wide[:, :width] = random(outputs, width) / width**0.5
-            return wide[:, :width]
+            wide = draw_pitched(generator, outputs, width, dtype=dtype, gap=gap)
+            return wide.mul_(width**-0.5).to(device)
 
         def vector(size: int, wanted: bool = True) -> Tensor | None:
             return random(size) if wanted else None

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
+from midstream.ops.case_data import draw, draw_pitched
 from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.finish_rows import MAX_NORMED, rms_scale, warps_of_row
 from midstream.ops.registry import DTYPES, Args, OpCase, Tolerance, define_op
@@ -139,20 +140,14 @@ def _case(
     """`gap` elements lie between the rows of x and of the gate, which are slices of wider ones."""
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
-        def random(*shape: int) -> Tensor:
-            numbers = torch.randn(shape, generator=generator, device=generator.device)
-            return numbers.to(device, dtype)
-
         def slices() -> Tensor:
-            wide = torch.full((1, rows, width + gap), torch.nan, dtype=dtype, device=device)
-            wide[..., :width] = random(1, rows, width)
-            return wide[..., :width]
+            return draw_pitched(generator, rows, width, dtype=dtype, gap=gap)[None].to(device)
 
         return {
             "normed": torch.full((1, rows, width), torch.nan, dtype=dtype, device=device),
             "x": slices(),
             "gate": slices() if gate else None,
-            "weight": random(width),
+            "weight": draw(generator, width, dtype=dtype).to(device),
             "eps": 1e-5,
             "shift": shift,
             "gate_first": gate == "first",

@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.errors import ContractError
+from midstream.ops.case_data import draw, draw_pitched
 from midstream.ops.dependent_launch import after_previous, dependent_launch
 from midstream.ops.device_limits import fitting_stages
 from midstream.ops.finish_rows import MAX_NORMED, finish_rows
@@ -164,60 +165,46 @@ def check_skinny_linear(
             f"skinny_linear: x has shape {tuple(x.shape)} and weight {tuple(weight.shape)}, expected "
             "[..., R, K] and [N, K] with K of at least 1; pass rows as wide as those of the weights"
         )
-    result = (*x.shape[:-1], weight.shape[0])
-    expected = {
-        "out": (out, result),
-        "normed": (normed, result),
-        "up": (up, tuple(weight.shape)),
-        "residual": (residual, result),
-        "norm_weight": (norm_weight, (weight.shape[0],)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ContractError(
-                f"skinny_linear: {name} has shape {tuple(tensor.shape)}, expected {shape} for this x and "
-                "weight"
-            )
-    if (normed is None) != (norm_weight is None) or (
-        normed is not None and weight.shape[0] > MAX_NORMED
-    ):
+    outputs = weight.shape[0]
+    if (normed is None) != (norm_weight is None) or (normed is not None and outputs > MAX_NORMED):
         raise ContractError(
-            f"skinny_linear: normed is {_said(normed)} and norm_weight {_said(norm_weight)} for "
-            f"{weight.shape[0]} outputs, expected both or neither, and at most {MAX_NORMED} outputs with "
-            "them; leave both out and use rms_norm"
+            f"skinny_linear: normed is {_said(normed)} and norm_weight {_said(norm_weight)} for {outputs} "
+            f"outputs, expected both or neither, and at most {MAX_NORMED} outputs with them; leave both out "
+            "and use rms_norm"
         )
-    for name, tensor in {"weight": weight, "up": up}.items():
-        if tensor is not None and tensor.stride(1) != 1:
-            raise ContractError(
-                f"skinny_linear: {name} has strides {tensor.stride()}, expected rows without gaps; pass it "
-                "contiguous"
-            )
-    vectors = {"out": out, "normed": normed, "residual": residual, "norm_weight": norm_weight}
-    for name, tensor in (vectors if _is_plain(x) else vectors | {"x": x}).items():
-        if tensor is not None and not tensor.is_contiguous():
-            raise ContractError(
-                f"skinny_linear: {name} has strides {tensor.stride()}, expected rows without gaps; pass it "
-                "contiguous"
-            )
-    if not x.dtype == weight.dtype == (weight if up is None else up).dtype or x.dtype not in DTYPES:
+    result = (*x.shape[:-1], outputs)
+    _check("out", out, result)
+    _check("normed", normed, result)
+    _check("residual", residual, result)
+    _check("norm_weight", norm_weight, (outputs,))
+    _check("x", x, tuple(x.shape), apart=x.dim() == 2)
+    _check("weight", weight, tuple(weight.shape), apart=True)
+    _check("up", up, tuple(weight.shape), apart=True)
+    if not x.dtype == weight.dtype == (weight if up is None else up).dtype:
         raise ContractError(
-            f"skinny_linear: x is {x.dtype} and weight {weight.dtype}, expected one dtype of {DTYPES} for x, "
-            "weight and up; cast the activations to that of the weights"
+            f"skinny_linear: x is {x.dtype} and weight {weight.dtype}, expected one dtype for x, weight and "
+            "up; cast the activations to that of the weights"
         )
-    for name, tensor in vectors.items():
-        if tensor is not None and tensor.dtype not in DTYPES:
-            raise ContractError(
-                f"skinny_linear: {name} is {tensor.dtype}, expected one of {DTYPES}: all sums are float32"
-            )
+
+
+def _check(name: str, tensor: Tensor | None, shape: tuple[int, ...], apart: bool = False) -> None:
+    """`apart`: rows may lie further apart than they are wide."""
+    if tensor is None:
+        return
+    if tuple(tensor.shape) != shape or tensor.dtype not in DTYPES:
+        raise ContractError(
+            f"skinny_linear: {name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected one of "
+            f"{DTYPES} and {shape} for this x and weight; all sums are float32"
+        )
+    if not (tensor.stride(-1) == 1 if apart else tensor.is_contiguous()):
+        raise ContractError(
+            f"skinny_linear: {name} has strides {tensor.stride()}, expected rows without gaps; pass it "
+            "contiguous"
+        )
 
 
 def _said(tensor: Tensor | None) -> str:
     return "missing" if tensor is None else "given"
-
-
-def _is_plain(x: Tensor) -> bool:
-    """Rows of one axis, perhaps with gaps between them."""
-    return x.dim() == 2 and x.stride(1) == 1
 
 
 def _launch(
@@ -233,44 +220,43 @@ def _launch(
 ) -> None:
     check_skinny_linear(out, normed, x, weight, up, residual, norm_weight)
     outputs, inputs = weight.shape
-    rows = x if _is_plain(x) else x.view(-1, inputs)
+    rows = x if x.dim() == 2 else x.view(-1, inputs)
     num_rows = rows.shape[0]
     if num_rows == 0 or outputs == 0:
         return
-    flat = out.view(num_rows, outputs)
-    if num_rows > MAX_ROWS:
-        parts = _library_products(flat, rows, weight, up, residual, normed)
+    flat, weights = out.view(num_rows, outputs), [weight] if up is None else [weight, up]
+    if num_rows <= MAX_ROWS:
+        parts = _products(flat, rows, weights, residual, is_last=normed is None)
     else:
-        parts = _products(flat, rows, weight, up, residual, normed)
+        is_all = up is None and residual is None and normed is None
+        parts = _library_products(flat, rows, weights, is_all)
     if parts is not None:
         finish_rows(flat, normed, parts, residual, norm_weight, eps, norm_shift)
 
 
 def _products(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    up: Tensor | None,
-    residual: Tensor | None,
-    normed: Tensor | None,
+    out: Tensor, x: Tensor, weights: list[Tensor], residual: Tensor | None, is_last: bool
 ) -> Tensor | None:
-    """Parts [M, S, R, N] of the products; None where `out` has the result already."""
+    """Parts [M, S, R, N] of the products; None where `out` has the result already.
+
+    `is_last`: nothing follows what stands behind the products.
+    """
+    weight, up = weights[0], weights[-1]
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    matrices = 1 if up is None else 2
     tile_k = max(16, min(triton.next_power_of_2(inputs), _TILE_BYTES // x.element_size()))
     split = num_parts(outputs, inputs, tile_k)
     if split == 1:
         tile_k = max(16, tile_k // 2)
-    whole = split == 1 and normed is None
-    shape = (matrices, split, rows, outputs)
+    whole = split == 1 and is_last
+    shape = (len(weights), split, rows, outputs)
     result = out if whole else torch.empty(shape, dtype=torch.float32, device=out.device)
     tile_r = max(_FEWEST_ROWS, triton.next_power_of_2(rows))
-    stage_bytes = tile_k * x.element_size() * (_TILE_N * matrices + tile_r)
+    stage_bytes = tile_k * x.element_size() * (_TILE_N * len(weights) + tile_r)
     _product_kernel[(triton.cdiv(outputs, _TILE_N), split)](
-        result, x, weight, weight if up is None else up, x if residual is None else residual,
-        rows, outputs, x.stride(0), weight.stride(0), (weight if up is None else up).stride(0),
+        result, x, weight, up, x if residual is None else residual,
+        rows, outputs, x.stride(0), weight.stride(0), up.stride(0),
         K=inputs, S=split, TURNS=triton.cdiv(inputs, tile_k * split), TILE_R=tile_r, TILE_N=_TILE_N,
-        TILE_K=tile_k, GATED=up is not None, ADDED=residual is not None, WHOLE=whole,
+        TILE_K=tile_k, GATED=len(weights) == 2, ADDED=residual is not None, WHOLE=whole,
         num_warps=4 if x.element_size() == 2 else 8,  # fp32 is summed in registers
         num_stages=fitting_stages(x.device, stage_bytes, 4 if split > 1 else 6), **dependent_launch(),
     )  # fmt: skip
@@ -278,21 +264,13 @@ def _products(
 
 
 @torch.no_grad()  # results are arguments
-def _library_products(
-    out: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    up: Tensor | None,
-    residual: Tensor | None,
-    normed: Tensor | None,
-) -> Tensor | None:
-    """As `_products`, by the library's kernels, which round them."""
-    if up is None and residual is None and normed is None and out.dtype == x.dtype:
-        torch.mm(x, weight.T, out=out)
+def _library_products(out: Tensor, x: Tensor, weights: list[Tensor], is_all: bool) -> Tensor | None:
+    """As `_products`, by the library's kernels, which round them; `is_all`: nothing stands behind them."""
+    if is_all and out.dtype == x.dtype:
+        torch.mm(x, weights[0].T, out=out)
         return None
-    matrices = [weight] if up is None else [weight, up]
-    products = x.new_empty((len(matrices), 1, x.shape[0], weight.shape[0]))
-    for matrix, product in zip(matrices, products, strict=True):
+    products = x.new_empty((len(weights), 1, *out.shape))
+    for matrix, product in zip(weights, products, strict=True):
         torch.mm(x, matrix.T, out=product[0])
     return products
 
@@ -305,13 +283,11 @@ def _case(
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
         def random(*shape: int) -> Tensor:
-            numbers = torch.randn(shape, generator=generator, device=generator.device)
-            return numbers.to(device, dtype)
+            return draw(generator, *shape, dtype=dtype).to(device)
 
         def matrix(height: int, scale: float) -> Tensor:
-            wide = torch.full((height, width + gap), torch.nan, dtype=dtype, device=device)
-            wide[:, :width] = random(height, width) * scale
-            return wide[:, :width]
+            wide = draw_pitched(generator, height, width, dtype=dtype, gap=gap)
+            return wide.mul_(scale).to(device)
 
         def result() -> Tensor:
             return torch.full((rows, outputs), torch.nan, dtype=dtype, device=device)

@@ -188,7 +188,7 @@ class Checkpoints:
         """The KV pages of all blocks that a chunk has completed."""
         request, grid, last_node = chunk.request, self.ownership.kv_block, self.chains.last_node
         slot, begin, end = request.slot, chunk.begin // grid, chunk.end // grid
-        branch = chunk.branch or self._new_branch(chunk)
+        branch = chunk.branch
         if branch is None:
             self._publish_blocks(request, begin, end)
             return

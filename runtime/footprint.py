@@ -6,22 +6,22 @@ Sums are of what is allocated at the start; the work space of a step comes on to
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from midstream.compiler.host_memory import host_memory
 from midstream.errors import CapacityError
 from midstream.runtime.config import ResolvedConfig
+from midstream.runtime.page_passes import NUM_BOOKS
 from midstream.runtime.planner import PageBytes
 from midstream.runtime.slots import SlotLayout
 from midstream.runtime.stage import Cut, StageLimits
 
 _WORD = 4  # bytes of an int32
 _HOST_AREAS = 3  # pinned copies of a step's buffers, that rotate
-_PAGE_BOOKS = 9  # bytes on the host for each page: two numbers and a flag
+_PAGE_BOOKS = _WORD * (NUM_BOOKS + 2)  # and the page before it, and whether it was just released
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,17 +77,6 @@ def check_room(parts: list[Share], device: torch.device) -> None:
     else:
         on_host = {part: part.host + part.device for part in parts}
     _check(on_host, "this machine", host_memory())
-
-
-def host_memory() -> int:
-    """Bytes of the host that processes may still take; those that the machine has where nothing says that."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check(parts: Mapping[Share, int], place: str, room: int) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, StaticCache
 
-from midstream.compiler.backend_inner import fuse_one_token
+from midstream.compiler.backend_inner import fuse_few_tokens
 from midstream.compiler.backend_memory import _recorded
 
 OPTIONS = {"inner": "eager", "emulate": True, "on_unsupported": "error"}
@@ -137,7 +137,7 @@ def test_o4_generate_compiles_and_records_once_and_then_only_replays(family: str
 )
 def test_a_single_row_generates_the_same_tokens_after_all_rewriting_passes(family: str) -> None:
     model, ids = tiny(family), prompts(1, 9)
-    rewritten = Rewritten(model, fuse_one_token)
+    rewritten = Rewritten(model, fuse_few_tokens)
     # a function: transformers copies the configuration, and what a method belongs to with it
     output = generate(model, ids, 8, None, backend=lambda *args: rewritten.backend(*args))
     assert torch.equal(output, recomputed(model, ids, 8))

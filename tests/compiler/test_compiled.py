@@ -563,9 +563,9 @@ def test_rows_that_no_memory_holds_are_refused_by_the_options_that_decide(
     rows = 10**8
     if memory == "more than the host":
         rows = 2
-        monkeypatch.setattr(row_memory, "_host_bytes", lambda: 1000)
+        monkeypatch.setattr(row_memory, "host_memory", lambda: 1000)
     else:
-        monkeypatch.setattr(row_memory, "_host_bytes", lambda: 10**18)
+        monkeypatch.setattr(row_memory, "host_memory", lambda: 10**18)
     with pytest.raises(CapacityError) as refused:
         midstream.compile(model, max_batch=rows, max_len=64)
     message = str(refused.value)

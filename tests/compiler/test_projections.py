@@ -323,7 +323,7 @@ def test_bf16_results_are_as_near_to_float64_as_unfused_ones() -> None:
 def test_the_backend_fuses_what_needs_no_gradients(grad: bool, monkeypatch: Any) -> None:
     fused: list[int] = []
     monkeypatch.setattr(
-        backend_inner, "fuse_one_token", lambda gm: fused.append(fuse_projections(gm, "cpu")) or fused[-1]
+        backend_inner, "fuse_few_tokens", lambda gm: fused.append(fuse_projections(gm, "cpu")) or fused[-1]
     )  # fmt: skip
     watched = Watched(lambda x, w: linear(x, w), options={})
     weight = nn.Parameter(IN.clone())

@@ -10,7 +10,7 @@ import torch
 from rewrite_rig import Rewritten, check_rewritten, random
 from torch import Tensor
 
-from midstream.compiler.backend_inner import fuse_one_token
+from midstream.compiler.backend_inner import fuse_few_tokens
 from midstream.compiler.short_products import spell_out_short_products
 
 
@@ -162,4 +162,4 @@ def test_graphs_that_change_shapes_in_place_stay() -> None:
         b.transpose_(1, 2)
         return result
 
-    check_rewritten(multiply, fuse_one_token, random(3, 4, 1), random(3, 1, 7), rewritten=0)
+    check_rewritten(multiply, fuse_few_tokens, random(3, 4, 1), random(3, 1, 7), rewritten=0)

@@ -11,8 +11,9 @@ import torch
 from tiny_models import build
 
 import midstream
+from midstream.compiler.host_memory import host_memory
 from midstream.errors import CapacityError
-from midstream.runtime.footprint import Share, check_room, host_memory
+from midstream.runtime.footprint import Share, check_room
 
 OPTIONS: dict[str, Any] = {
     "state_block": 16,
