@@ -1,11 +1,21 @@
-"""Tokens that a compiled model must give, and padded batches."""
+"""A small compiled model, the tokens that it must give, and padded batches."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from tiny_models import build
 from torch import Tensor
+
+import midstream
+
+NEW = 12
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+
+
+def make(family: str = "bamba", **options: Any) -> midstream.CompiledModel:
+    return midstream.compile(build(family), **{"max_batch": 3, "max_len": 64, **options})
 
 
 def greedy(model: Any, ids: Tensor, num_tokens: int) -> Tensor:
