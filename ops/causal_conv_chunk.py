@@ -29,12 +29,16 @@ from midstream.ops.case_data import (
     poisoned_arena,
 )
 from midstream.ops.causal_conv_step import check_conv_args, convolve_ref
+from midstream.ops.chunk_table import CHUNK
+from midstream.ops.device_limits import num_processors
 from midstream.ops.paged_state import aligned_elements, state_region
 from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, define_op
 
 _TOKENS = 8  # per turn of a program
 _TILE = 128  # channels of a program, whose weights stay in registers
 _TILE_MANY_TAPS = 64  # of a program with more than four taps
+_SLICES = (8, 16, 32, CHUNK)  # tokens of a program: the fewest that give no more programs than
+_PROGRAMS_PER_PROCESSOR = 12
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 _PADDING = tl.constexpr(PADDING)
 _SEARCH = tl.constexpr(128)  # chunks looked at in one turn
@@ -102,14 +106,17 @@ def _causal_conv_chunk_kernel(
     W: tl.constexpr,
     W_TILE: tl.constexpr,  # power of two >= W - 1
     WEIGHT_STRIDE: tl.constexpr,  # from channel to channel; taps are adjacent
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a turn
+    SLICE: tl.constexpr,  # tokens of a program
     TILE: tl.constexpr,  # channels of a program
     ALIGN: tl.constexpr,  # elements on which pages and regions start
     SILU: tl.constexpr,
 ):
     # The row's first program alone reads the window in read_page.  It computes all outputs and makes all
     # exports that need the window, and then the export that overwrites it: no program races with another.
+    # Of the slices of a chunk the first one makes its exports.
     chunk = tl.program_id(0)
+    slice_ = tl.program_id(2)
     row = tl.load(chunk_row_ptr + chunk)
     if row == _PADDING:
         return
@@ -119,15 +126,18 @@ def _causal_conv_chunk_kernel(
     end = tl.load(chunk_start_ptr + last)
     read_page = tl.load(read_page_ptr + row).to(tl.int64)
     offset = tl.load(offset_ptr)
-    has_window = (read_page != _NULL_PAGE) & (chunk == first)
+    reads_window = (chunk == first) & (slice_ == 0)
+    has_window = (read_page != _NULL_PAGE) & reads_window
     window_ptr = arena_ptr + tl.multiple_of(read_page * page_stride + offset, ALIGN)
     channel = (tl.program_id(1) * TILE + tl.arange(0, TILE))[None, :]
 
-    start = tl.load(chunk_start_ptr + chunk)
+    start = tl.load(chunk_start_ptr + chunk) + slice_ * SLICE
     stop = tl.load(chunk_start_ptr + chunk + 1)
+    if slice_ + 1 < tl.num_programs(2):
+        stop = tl.minimum(stop, start + SLICE)
     window_end = tl.minimum(begin + (W - 1), end)  # tokens before it see the old window
-    out_start = tl.where(chunk == first, start, tl.maximum(start, window_end))
-    out_stop = tl.where(chunk == first, tl.maximum(stop, window_end), stop)
+    out_start = tl.where(reads_window, start, tl.maximum(start, window_end))
+    out_stop = tl.where(reads_window, tl.maximum(stop, window_end), stop)
     weights = ()  # once for all turns
     for tap in tl.static_range(W):
         tap_ptrs = weight_ptr + channel * WEIGHT_STRIDE + tap
@@ -149,6 +159,8 @@ def _causal_conv_chunk_kernel(
         if SILU:
             y = y / (1 + tl.exp(-y))
         tl.store(out_ptr + token.to(tl.int64) * out_stride + channel, y, mask=inside)
+    if slice_ > 0:
+        return
 
     place = tl.arange(0, W_TILE)[:, None]
     inside = (place < W - 1) & (channel < D)
@@ -185,6 +197,16 @@ def _causal_conv_chunk_kernel(
         tl.store(window_ptr + cell, moved, mask=inside)
 
 
+def _tokens_of_program(programs: int, processors: int) -> int:
+    """Tokens of a program, where whole chunks would make `programs`.
+
+    >>> [_tokens_of_program(programs, processors=132) for programs in (136, 340, 1156)]
+    [8, 16, 64]
+    """
+    most = _PROGRAMS_PER_PROCESSOR * processors
+    return next((s for s in _SLICES if programs * (CHUNK // s) <= most), CHUNK)
+
+
 def _launch(
     arena: Tensor,
     out: Tensor,
@@ -205,11 +227,13 @@ def _launch(
     if chunks == 0:
         return
     tile = _TILE if taps <= 4 else _TILE_MANY_TAPS
-    _causal_conv_chunk_kernel[(chunks, triton.cdiv(channels, tile))](
+    tiles = triton.cdiv(channels, tile)
+    slice_ = _tokens_of_program(chunks * tiles, num_processors(arena.device))
+    _causal_conv_chunk_kernel[(chunks, tiles, CHUNK // slice_)](
         arena, out, x, weight, bias, offset, read_page, chunk_start, chunk_row, chunk_page, row_chunk,
         arena.stride(0), out.stride(0), x.stride(0),
         D=channels, W=taps, W_TILE=triton.next_power_of_2(taps - 1), WEIGHT_STRIDE=weight.stride(0),
-        TOKENS=_TOKENS, TILE=tile, ALIGN=aligned_elements(arena), SILU=silu, num_warps=4,
+        TOKENS=_TOKENS, SLICE=slice_, TILE=tile, ALIGN=aligned_elements(arena), SILU=silu, num_warps=4,
     )  # fmt: skip
 
 
@@ -265,7 +289,7 @@ def _case(
         gap=gap,
         options=(bias, silu),
     )
-    sizes = "+".join(map(str, lengths))
+    sizes = "+".join(map(str, lengths[:5]))
     return OpCase(f"T{sizes}-D{channels}-W{taps}{why}", build)
 
 
@@ -283,6 +307,7 @@ CASES = (
     _case(lengths=(2, 2, 2, 70), exports=((1,), (1,), (1,), (66,)), why="-overwrite"),
     _case(channels=20, gap=7, why="-gap"),  # no 16-byte access possible
     _case(lengths=(3, 2), channels=136),  # a partial second tile
+    _case(lengths=(1, 2) * 30, channels=136, why="-many"),  # whole chunks fill the device
     _case(lengths=(5, 1), channels=256),  # all accesses can be 128 bits wide, as in real models
     _case(lengths=(4, 1), taps=2),
     _case(lengths=(4, 1), taps=3, gap=1, why="-gap"),

@@ -15,6 +15,7 @@ import torch
 
 SMALL_SHARED_BYTES = 99 * 1024  # of one block on sm_86, sm_89 and sm_120
 LARGE_SHARED_BYTES = 227 * 1024  # of one block on sm_90 and sm_100
+_PROCESSORS_WITHOUT_DEVICE = 8  # of the interpreter: few, so that small inputs take every path
 
 _assumed_bytes: int | None = None
 
@@ -24,6 +25,14 @@ def shared_limit(device: torch.device) -> int:
     if _assumed_bytes is not None:
         return _assumed_bytes
     return _device_limit(device) if device.type == "cuda" else LARGE_SHARED_BYTES
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device."""
+    if device.type != "cuda":
+        return _PROCESSORS_WITHOUT_DEVICE
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache

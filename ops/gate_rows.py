@@ -82,16 +82,20 @@ def builds(spec: OpSpec, all_cases: bool) -> Iterator[Build]:
 
 
 def telling_cases(spec: OpSpec) -> tuple[OpCase, ...]:
-    """The base case, those with the largest inputs and the widest heads, the worst and the best aligned."""
+    """The base case, those with the largest inputs, most indices and widest heads, the worst and the best
+    aligned."""
 
     def elements(case: OpCase) -> int:
         return sum(tensor.numel() for tensor in _inputs(case))
+
+    def indices(case: OpCase) -> int:
+        return sum(tensor.numel() for tensor in _inputs(case) if not tensor.is_floating_point())
 
     def head_widths(case: OpCase) -> int:
         return sum(tensor.shape[-1] for tensor in _inputs(case) if tensor.dim() == 3)
 
     ranked = aligned_cases(spec)
-    large = max(spec.cases, key=elements), max(spec.cases, key=head_widths)
+    large = [max(spec.cases, key=size) for size in (elements, indices, head_widths)]
     chosen = (spec.cases[0], *large, ranked[0], ranked[-1])
     return tuple({case.id: case for case in chosen}.values())
 

@@ -48,9 +48,14 @@ NARROW: dict[tuple[str, str], str] = {
 _ONCE = "stored once and loaded once, outside of loops: ptxas saves registers for one more block"
 _TINY = f"with vocabularies below 513 only; {_ONCE}"
 
+_WIDE = "with heads 256 wide and a window, or in fp32; smaller tiles take twice the time on an H200"
+
 # (release of Triton, sm, op, kernel): bytes, why they do no harm
 SPILLS: dict[tuple[str, int, str, str], tuple[int, str]] = {
     ("3.6", 90, "sample", "_finish_kernel"): (8, _TINY),
+    ("3.6", 100, "paged_attention_chunk", "_attend_kernel"): (8, _WIDE),
+    ("3.7", 90, "paged_attention_chunk", "_attend_kernel"): (8, _WIDE),
+    ("3.7", 100, "paged_attention_chunk", "_attend_kernel"): (56, _WIDE),
     ("3.7", 90, "sample", "_scan_kernel"): (8, _ONCE),
     ("3.7", 100, "sample", "_scan_kernel"): (8, _ONCE),
     ("3.7", 100, "ssd_chunk", "_prepare_kernel"): (8, _ONCE),

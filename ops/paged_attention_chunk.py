@@ -6,8 +6,12 @@ own keys and values are in the pages already.  With `window` > 0 a token sees it
 positions only, its own included; with `softcap` > 0, cap(s) is softcap * tanh(s / softcap).  Query
 head h uses KV head h // (H // G).  Tokens outside all chunks keep their output.
 
+Where few chunks see many positions, as when 100 new tokens follow 6,000 known ones, several programs
+share the positions of a chunk (ops/paged_attention_split.py).
+
 Letters: Q chunks of at most `CHUNK` tokens of one row, T tokens, R rows, S slots, Z columns of the
-block table, N pages, E elements of a page, H query heads, G KV heads, D width of a head.
+block table, N pages, E elements of a page, H query heads, G KV heads, D width of a head, U pieces of
+chunks, B query rows (token, head) of a chunk and a KV head.
 Traffic: q and out once; 2 * G * D elements per position that a chunk sees, per chunk.
 """
 
@@ -21,7 +25,14 @@ import triton.language as tl
 from torch import Tensor
 
 from midstream.ops.chunk_table import CHUNK, cut_chunks
-from midstream.ops.device_limits import shared_limit
+from midstream.ops.device_limits import num_processors, shared_limit
+from midstream.ops.paged_attention_split import (
+    find_piece,
+    fold_pieces,
+    piece_range,
+    turn_of_pieces,
+    turns_over_spans,
+)
 from midstream.ops.paged_kv import (
     TOLERANCE,
     attend,
@@ -36,6 +47,9 @@ from midstream.ops.paged_tile import attend_tile, score_factors, tile_positions
 from midstream.ops.registry import LAUNCH_ALIGN, PADDING, Args, OpCase, define_op
 
 _QUERY_ROWS = 128  # (token, head) pairs of a program
+_FEWEST_TILES = 4  # of a piece
+_FOLD_ROWS = 8  # (token, head) pairs that a program adds up at once
+_FOLD_PROGRAMS = 4096  # that add pieces up; most have nothing to add
 
 
 def paged_attention_chunk_ref(
@@ -68,7 +82,10 @@ def paged_attention_chunk_ref(
 
 @triton.jit
 def _attend_kernel(
-    out_ptr,  # [T, H, D]
+    out_ptr,  # [T, H, D]  written where a chunk has one piece
+    part_ptr,  # f32[U, G, B, D]  softmax over the piece's positions, where a chunk has several
+    part_log_ptr,  # f32[U, G, B]  log2 of the piece's weights
+    chunk_piece_ptr,  # i32[2, Q]  first piece of a chunk, number of its pieces
     arena_ptr,  # [N, page_stride]
     q_ptr,  # [T, H, D]
     offset_ptr,  # i64[1]
@@ -88,26 +105,39 @@ def _attend_kernel(
     cap,
     window,
     num_chunks,
+    spare,  # pieces beyond one per chunk; read where SPLIT
+    SPLIT: tl.constexpr,
+    FEWEST_TILES: tl.constexpr,  # of a piece
+    TURNS: tl.constexpr,  # that look for a piece
+    CHUNKS: tl.constexpr,  # of a turn
     SHARE: tl.constexpr,  # query heads of one KV head
     KV_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIGN: tl.constexpr,  # elements; regions start on multiples of it
-    PARTS: tl.constexpr,  # programs of a chunk and a KV head
+    PARTS: tl.constexpr,  # programs of a piece and a KV head
     M: tl.constexpr,  # query rows (token, head) of a program
     TILE: tl.constexpr,
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two >= D
 ):
-    # late chunks see most positions: they start first
-    chunk = num_chunks - 1 - tl.program_id(0) // PARTS
     part = tl.program_id(0) % PARTS
     kv_head = tl.program_id(1)
+    number = tl.program_id(0) // PARTS
+    chunk = num_chunks - 1 - number  # late chunks see most positions: they start first
+    if SPLIT:
+        chunk, piece, size = find_piece(
+            number, chunk_row_ptr, chunk_start_ptr, position_ptr, num_chunks, spare, window,
+            WINDOW, False, FEWEST_TILES, TURNS, CHUNKS, TILE,
+        )  # fmt: skip
+        if chunk < 0:
+            return
     row = tl.load(chunk_row_ptr + chunk)
     if row < 0:
         return
     start = tl.load(chunk_start_ptr + chunk)
-    num_rows = (tl.load(chunk_start_ptr + chunk + 1) - start) * SHARE
+    stop = tl.load(chunk_start_ptr + chunk + 1)
+    num_rows = (stop - start) * SHARE
     if part * M >= num_rows:
         return
     place = part * M + tl.arange(0, M)
@@ -124,7 +154,15 @@ def _attend_kernel(
     unmasked_end = tl.min(seen, 0) // TILE * TILE
     if WINDOW:  # which positions a token sees differs at both ends
         begin = tl.maximum(tl.min(seen, 0) - window, 0)
-        unmasked_end = begin
+    if SPLIT:  # whole tiles of the piece: what this program sees of them
+        first_position = tl.load(position_ptr + start)
+        last_position = tl.load(position_ptr + stop - 1)
+        pieces, piece_begin, piece_end = piece_range(
+            first_position, last_position, piece, size, window, WINDOW, False, TILE
+        )
+        begin = piece_begin + tl.maximum(begin - piece_begin, 0) // TILE * TILE
+        end = tl.minimum(end, piece_end)
+        unmasked_end = tl.minimum(unmasked_end, piece_end)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
     table_ptr = kv_table_ptr + slot * table_stride
     region = tl.multiple_of(tl.load(offset_ptr), ALIGN)
@@ -132,20 +170,101 @@ def _attend_kernel(
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     mixed = tl.zeros([M, WIDTH], tl.float32)
-    for first in range(begin, unmasked_end, TILE):
+    if not WINDOW:
+        begin = tl.multiple_of(begin, TILE)
+        unmasked_end = tl.multiple_of(tl.maximum(unmasked_end, begin), TILE)
+        for first in range(begin, unmasked_end, TILE):
+            top, total, mixed = attend_tile(
+                query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
+                place_stride, scale, cap, window, False, False, False, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
+            )  # fmt: skip
+        begin = unmasked_end
+    for first in range(begin, end, TILE):
         top, total, mixed = attend_tile(
             query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
-            place_stride, scale, cap, window, False, False, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
+            place_stride, scale, cap, window, True, WINDOW, WINDOW or SPLIT, SOFTCAP, KV_BLOCK, TILE,
+            D, WIDTH,
         )  # fmt: skip
-    for first in range(unmasked_end, end, TILE):
-        top, total, mixed = attend_tile(
-            query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
-            place_stride, scale, cap, window, True, WINDOW, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
-        )  # fmt: skip
-    mixed = mixed / total[:, None]
     out_row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
+    out_row_ptr = out_row_ptr[:, None] + lane[None, :]
     held = (place < num_rows)[:, None] & (lane < D)[None, :]
-    tl.store(out_row_ptr[:, None] + lane[None, :], mixed.to(out_ptr.dtype.element_ty), mask=held)
+    if SPLIT:
+        total = tl.where(total > 0, total, 1.0)  # it saw no position: 0, of weight 2**-inf
+        if (piece == 0) & (part == 0) & (kv_head == 0):
+            tl.store(chunk_piece_ptr + chunk, number)
+            tl.store(chunk_piece_ptr + num_chunks + chunk, pieces)
+        mixed = mixed / total[:, None]
+        if pieces > 1:
+            own_part = (number.to(tl.int64) * tl.num_programs(1) + kv_head) * (PARTS * M) + part * M
+            own = tl.arange(0, M)
+            own_ptr = part_ptr + own_part * D + (own[:, None] * D + lane[None, :])
+            tl.store(own_ptr, mixed, mask=(lane < D)[None, :])
+            tl.store(part_log_ptr + own_part + own, top + tl.log2(total))
+        else:
+            tl.store(out_row_ptr, mixed.to(out_ptr.dtype.element_ty), mask=held)
+    else:
+        tl.store(out_row_ptr, (mixed / total[:, None]).to(out_ptr.dtype.element_ty), mask=held)
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,  # [T, H, D]
+    part_ptr,  # f32[U, G, B, D]
+    part_log_ptr,  # f32[U, G, B]
+    chunk_piece_ptr,  # i32[2, Q]
+    chunk_start_ptr,  # i32[Q + 1]
+    chunk_row_ptr,  # i32[Q]
+    out_token_stride,
+    out_head_stride,
+    num_chunks,
+    SHARE: tl.constexpr,  # query heads of one KV head
+    PART_ROWS: tl.constexpr,  # B
+    PARTS: tl.constexpr,  # programs of a chunk and a KV head, a power of two
+    M: tl.constexpr,  # query rows (token, head) of a turn
+    PIECES: tl.constexpr,  # of a turn
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two >= D
+):
+    chunk = tl.program_id(0) // PARTS
+    kv_head = tl.program_id(1)
+    if tl.load(chunk_row_ptr + chunk) < 0:
+        return
+    start = tl.load(chunk_start_ptr + chunk)
+    num_rows = (tl.load(chunk_start_ptr + chunk + 1) - start) * SHARE
+    begin = tl.program_id(0) % PARTS * (PART_ROWS // PARTS)
+    end = tl.minimum(begin + PART_ROWS // PARTS, num_rows)
+    if begin >= end:
+        return
+    pieces = tl.load(chunk_piece_ptr + num_chunks + chunk)
+    if pieces == 1:
+        return
+    step = tl.num_programs(1).to(tl.int64) * PART_ROWS
+    first = tl.load(chunk_piece_ptr + chunk) * step + kv_head * PART_ROWS
+    lane = tl.arange(0, WIDTH)[None, :]
+    for turn in range(begin, end, M):
+        place = turn + tl.arange(0, M)
+        held = place < end
+        result = fold_pieces(
+            part_ptr, part_log_ptr, first + turn, step, pieces, held, PIECES, M, D, WIDTH
+        )
+        token = (start + place // SHARE).to(tl.int64)[:, None]
+        head = (kv_head * SHARE + place % SHARE).to(tl.int64)[:, None]
+        out_row_ptr = out_ptr + token * out_token_stride + head * out_head_stride
+        result = result.to(out_ptr.dtype.element_ty)
+        tl.store(out_row_ptr + lane, result, mask=held[:, None] & (lane < D))
+
+
+def num_spare(num_chunks: int, programs_per_chunk: int, programs: int) -> int:
+    """Pieces beyond one per chunk, 0 where chunks are not cut.  Depends on shapes only.
+
+    They fill a device that runs so many programs at once.  Chunks that fill it several times over are
+    not cut.
+
+    >>> [num_spare(chunks, 16, programs=264) for chunks in (4, 67, 68)]
+    [17, 17, 0]
+    """
+    filling = triton.cdiv(programs, programs_per_chunk)
+    return filling if num_chunks < 4 * filling else 0
 
 
 def _tile_shape(width: int, share: int, element_bytes: int) -> tuple[int, int]:
@@ -191,20 +310,53 @@ def _launch(
     while (query_rows + 4 * tile) * line_bytes > shared_limit(q.device):  # keys, values: twice
         query_rows //= 2
     parts = triton.cdiv(CHUNK * share, query_rows)
+    warps = 8 if query_rows * padded > 128 * 64 else 4
+    at_once = num_processors(arena.device) * 8 // warps
+    spare = num_spare(num_chunks, parts * kv_heads, at_once)
+    part, part_log, chunk_piece = None, None, None
+    if spare:
+        pieces_shape = (num_chunks + spare, kv_heads, parts * query_rows)
+        part = torch.empty((*pieces_shape, width), dtype=torch.float32, device=out.device)
+        part_log = torch.empty(pieces_shape, dtype=torch.float32, device=out.device)
+        chunk_piece = torch.empty((2, num_chunks), dtype=torch.int32, device=out.device)
+    turns, chunks_of_turn = turns_over_spans(num_chunks)
     factor, cap = score_factors(scale, softcap)
-    _attend_kernel[(num_chunks * parts, kv_heads)](
-        out, arena, q, offset, kv_table, row_slot, position, chunk_start, chunk_row,
+    _attend_kernel[((num_chunks + spare) * parts, kv_heads)](
+        out, part, part_log, chunk_piece, arena, q, offset, kv_table, row_slot, position,
+        chunk_start, chunk_row,
         out_token_stride=out.stride(0), out_head_stride=out.stride(1),
         page_stride=arena.stride(0),
         q_token_stride=q.stride(0), q_head_stride=q.stride(1),
         table_stride=kv_table.stride(0), place_stride=kv_heads * width,
-        scale=factor, cap=cap, window=window, num_chunks=num_chunks,
+        scale=factor, cap=cap, window=window, num_chunks=num_chunks, spare=spare,
+        SPLIT=spare > 0, FEWEST_TILES=_FEWEST_TILES, TURNS=turns, CHUNKS=chunks_of_turn,
         SHARE=share, KV_BLOCK=kv_block, WINDOW=window > 0, SOFTCAP=softcap > 0,
         ALIGN=LAUNCH_ALIGN // arena.element_size(),
         PARTS=parts, M=query_rows, TILE=tile,
         D=width, WIDTH=padded,
-        num_warps=8 if query_rows * padded > 128 * 64 else 4, num_stages=3,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
+    if spare:
+        part_rows = parts * query_rows
+        fold_parts = _fold_parts(num_chunks * kv_heads, part_rows // _FOLD_ROWS)
+        _combine_kernel[(num_chunks * fold_parts, kv_heads)](
+            out, part, part_log, chunk_piece, chunk_start, chunk_row,
+            out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_chunks=num_chunks,
+            SHARE=share, PART_ROWS=part_rows, PARTS=fold_parts, M=_FOLD_ROWS,
+            PIECES=turn_of_pieces(_FOLD_ROWS, padded), D=width, WIDTH=padded, num_warps=4,
+        )  # fmt: skip
+
+
+def _fold_parts(programs: int, most: int) -> int:
+    """Into how many parts, a power of two up to `most`, `programs` are cut that add pieces up.
+
+    >>> [_fold_parts(programs, most=16) for programs in (32, 1000, 5000)]
+    [16, 4, 1]
+    """
+    parts = 1
+    while 2 * parts <= most and programs * 2 * parts <= _FOLD_PROGRAMS:
+        parts *= 2
+    return parts
 
 
 def _case(
@@ -283,8 +435,14 @@ paged_attention_chunk = define_op(
         _case(),
         _case(new=(130,), past=(0,)),  # three chunks of one row, the last one partial
         _case(new=(64, 65, 1, 15), past=(1, 70, 129, 0), kv_block=16, name="mixed"),
-        _case(new=_AROUND_BLOCKS, past=(0,) * 15, heads=2, kv_block=16, name="j2-lengths"),
+        _case(new=_AROUND_BLOCKS, past=(0,) * 15, kv_heads=4, kv_block=16, name="j2-lengths"),
         _case(new=(1, 1, 1, 1), past=(0, 3, 4, 64), name="one-token-chunks"),
+        _case(
+            new=(1, 40, 2), past=(30, 150, 1), heads=2, kv_heads=1, kv_block=16, name="long-past"
+        ),
+        _case(
+            new=(3, 36), past=(5, 150), heads=2, kv_block=16, window=100, name="long-past-window"
+        ),
         _case(new=(), past=(), name="all-padding"),
         _case(padding=0),
         _case(kv_heads=4),  # no sharing

@@ -18,7 +18,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from midstream.ops.paged_attention_split import find_piece, piece_range, rows_per_turn
+from midstream.ops.device_limits import num_processors
+from midstream.ops.paged_attention_split import (
+    find_piece,
+    fold_pieces,
+    piece_range,
+    turn_of_pieces,
+    turns_over_spans,
+)
 from midstream.ops.paged_kv import (
     TOLERANCE,
     attend,
@@ -29,7 +36,7 @@ from midstream.ops.paged_kv import (
     kv_region,
     random_pool,
 )
-from midstream.ops.paged_tile import attend_tile, num_processors, score_factors, tile_positions
+from midstream.ops.paged_tile import attend_tile, score_factors, tile_positions
 from midstream.ops.registry import LAUNCH_ALIGN, PADDING, Args, OpCase, define_op
 
 _PROGRAMS_PER_PROCESSOR = 4  # enough loads in flight to fill the memory bus
@@ -92,7 +99,8 @@ def _attend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIGN: tl.constexpr,  # elements; regions start on multiples of it
-    ROWS: tl.constexpr,
+    TURNS: tl.constexpr,  # that look for a piece
+    ROWS: tl.constexpr,  # of a turn
     PARTS: tl.constexpr,  # programs that divide the query heads of one KV head
     M: tl.constexpr,  # query heads of a program, a power of two >= 16
     TILE: tl.constexpr,
@@ -101,15 +109,16 @@ def _attend_kernel(
 ):
     number = tl.program_id(0)
     row, piece, size = find_piece(
-        number, row_slot_ptr, position_ptr, num_rows, spare, window, WINDOW, ROWS, TILE
-    )
-    if row >= num_rows:
+        number, row_slot_ptr, None, position_ptr, num_rows, spare, window,
+        WINDOW, True, 1, TURNS, ROWS, TILE,
+    )  # fmt: skip
+    if row < 0:
         return
     kv_head = tl.program_id(1) // PARTS
     share = tl.program_id(1) % PARTS * M + tl.arange(0, M)
     position = tl.load(position_ptr + row)
     slot = tl.load(row_slot_ptr + row).to(tl.int64)
-    pieces, begin, end = piece_range(position, piece, size, window, WINDOW, TILE)
+    pieces, begin, end = piece_range(position, position, piece, size, window, WINDOW, True, TILE)
     lane = tl.arange(0, WIDTH)
     # int64 before the products: a view of heads first has a head stride of tokens * D
     row = row.to(tl.int64)
@@ -127,7 +136,7 @@ def _attend_kernel(
     for first in range(begin, end, TILE):
         top, total, mixed = attend_tile(
             query, top, total, mixed, seen, first, end, head_ptr, table_ptr, page_stride,
-            place_stride, scale, cap, window, True, False, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
+            place_stride, scale, cap, window, True, False, False, SOFTCAP, KV_BLOCK, TILE, D, WIDTH,
         )  # fmt: skip
     mixed = mixed / total[:, None]
     if (piece == 0) & (tl.program_id(1) == 0):
@@ -153,45 +162,30 @@ def _combine_kernel(
     out_head_stride,
     num_rows,
     HEADS: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,  # heads of a program
+    SHARE: tl.constexpr,  # heads of a program
+    M: tl.constexpr,  # power of two >= SHARE
     PIECES: tl.constexpr,  # of a turn
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two >= D
 ):
     row = tl.program_id(0).to(tl.int64)
-    first_head = tl.program_id(1).to(tl.int64) * PER_PROGRAM
-    lane = tl.arange(0, WIDTH)
-    out_row_ptr = out_ptr + row * out_row_stride + lane
-    if tl.load(row_slot_ptr + row) < 0:
-        zero = tl.zeros([WIDTH], out_ptr.dtype.element_ty)
-        for place in tl.static_range(PER_PROGRAM):
-            head = first_head + place
-            tl.store(out_row_ptr + head * out_head_stride, zero, mask=lane < D)
-        return
-    pieces = tl.load(row_piece_ptr + num_rows + row)
-    if pieces == 1:
-        return
-    first_part = tl.load(row_piece_ptr + row).to(tl.int64)
-    for place in tl.static_range(PER_PROGRAM):
-        head = first_head + place
-        top = float("-inf")
-        total = 0.0
-        mixed = tl.zeros([WIDTH], tl.float32)
-        for first in range(0, pieces, PIECES):
-            piece = first + tl.arange(0, PIECES)
-            used = piece < pieces
-            part = (first_part + piece) * HEADS + head
-            part_log = tl.load(part_log_ptr + part, mask=used, other=float("-inf"))
-            new_top = tl.maximum(top, tl.max(part_log, 0))
-            weight = tl.exp2(part_log - new_top)
-            fade = tl.exp2(top - new_top)
-            mask = used[:, None] & (lane < D)[None, :]
-            value = tl.load(part_ptr + part[:, None] * D + lane[None, :], mask=mask, other=0.0)
-            mixed = mixed * fade + tl.sum(value * weight[:, None], 0)
-            total = total * fade + tl.sum(weight, 0)
-            top = new_top
-        result = (mixed / total).to(out_ptr.dtype.element_ty)
-        tl.store(out_row_ptr + head * out_head_stride, result, mask=lane < D)
+    share = tl.arange(0, M)
+    first_head = tl.program_id(1).to(tl.int64) * SHARE
+    lane = tl.arange(0, WIDTH)[None, :]
+    held = share < SHARE
+    result = tl.zeros([M, WIDTH], tl.float32)
+    if tl.load(row_slot_ptr + row) >= 0:
+        pieces = tl.load(row_piece_ptr + num_rows + row)
+        if pieces == 1:
+            return
+        first = tl.load(row_piece_ptr + row).to(tl.int64) * HEADS + first_head
+        result = fold_pieces(
+            part_ptr, part_log_ptr, first, HEADS, pieces, held, PIECES, M, D, WIDTH
+        )
+    head = (first_head + share)[:, None]
+    out_row_ptr = out_ptr + row * out_row_stride + head * out_head_stride
+    result = result.to(out_ptr.dtype.element_ty)
+    tl.store(out_row_ptr + lane, result, mask=held[:, None] & (lane < D))
 
 
 def num_spare(programs_per_row: int, processors: int) -> int:
@@ -243,6 +237,7 @@ def _launch(
     part = torch.empty((rows + spare, heads, width), dtype=torch.float32, device=out.device)
     part_log = torch.empty((rows + spare, heads), dtype=torch.float32, device=out.device)
     row_piece = torch.empty((2, rows), dtype=torch.int32, device=out.device)
+    turns, rows_of_turn = turns_over_spans(rows)
     factor, cap = score_factors(scale, softcap)
     _attend_kernel[(rows + spare, kv_heads * head_parts)](
         out, part, part_log, row_piece, arena, q, offset, kv_table, row_slot, position,
@@ -252,15 +247,17 @@ def _launch(
         table_stride=kv_table.stride(0), place_stride=kv_heads * width,
         scale=factor, cap=cap, window=window, num_rows=rows, spare=spare,
         HEADS=heads, SHARE=share, KV_BLOCK=kv_block, WINDOW=window > 0, SOFTCAP=softcap > 0,
-        ALIGN=LAUNCH_ALIGN // arena.element_size(), ROWS=rows_per_turn(rows), PARTS=head_parts,
+        ALIGN=LAUNCH_ALIGN // arena.element_size(), TURNS=turns, ROWS=rows_of_turn, PARTS=head_parts,
         M=per_program, TILE=tile_positions(padded, arena.element_size()), D=width, WIDTH=padded,
         num_warps=8 if per_program * padded > 64 * 128 else 4, num_stages=3,
     )  # fmt: skip
     of_combine = 1 if rows * heads <= _SMALL_COMBINE else share
+    fold_rows = triton.next_power_of_2(of_combine)
     _combine_kernel[(rows, heads // of_combine)](
         out, part, part_log, row_piece, row_slot,
         out_row_stride=out.stride(0), out_head_stride=out.stride(1), num_rows=rows,
-        HEADS=heads, PER_PROGRAM=of_combine, PIECES=16, D=width, WIDTH=padded, num_warps=2,
+        HEADS=heads, SHARE=of_combine, M=fold_rows, PIECES=turn_of_pieces(fold_rows, padded),
+        D=width, WIDTH=padded, num_warps=2,
     )  # fmt: skip
 
 

@@ -1,14 +1,17 @@
 """
-Which row, and which of its positions, a program of paged_attention_decode works on.
+Which span of tokens, and which of the positions it sees, a program of paged attention works on.
 
-The grid is fixed by shapes: one program per row and some to spare (per KV head).  How the rows are
-cut follows from their lengths, which only the device knows: all of them into pieces of about equally
-many tiles, so that one long row among short ones is shared by the programs to spare.
+A span is a row's one token in a decode step, or a chunk of a prompt.  The grid is fixed by shapes: one
+program per span and some to spare (per KV head).  How spans are cut follows from the positions that they
+see, which only the device knows: all of them into pieces of about equally many tiles, so that one long
+span among short ones is shared by the programs to spare.
 
-    size   = ceil(tiles of all rows / spare)     tiles of a piece at most
-    pieces = ceil(tiles of a row / size)         of a row; together at most rows + spare
+    size   = ceil(tiles of all spans / spare)     tiles of a piece, but for the rounding
+    pieces = tiles of a span / size               of a span, rounded; together at most spans + spare
 
-Programs take pieces in the order of rows.  Letters: R rows.
+Rounded up, no piece is longer than `size`; rounded to the nearest, no span is cut for little.  Programs take
+the last span first: late chunks of a prompt see most positions.  A span of several pieces gets their
+softmaxes side by side, and `fold_pieces` adds them up.  Letters: Y spans, D width of a head.
 """
 
 from __future__ import annotations
@@ -16,83 +19,166 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-_MOST_ROWS = 1024  # looked at in one turn
-_FEWEST_ROWS = 16
+_MOST_SPANS = 1024  # looked at in one turn
+_FEWEST_SPANS = 16
+_MOST_PIECES = 16  # folded in one turn
+_FOLD_ELEMENTS = 2048  # of a turn
 
 
-def rows_per_turn(rows: int) -> int:
-    """Rows that a program looks at in one turn, a power of two.
+def turns_over_spans(spans: int) -> tuple[int, int]:
+    """Turns in which a program looks at all spans, and spans of a turn, a power of two.
 
-    >>> [rows_per_turn(rows) for rows in (1, 17, 5000)]
-    [16, 32, 1024]
+    >>> [turns_over_spans(spans) for spans in (1, 17, 5000)]
+    [(1, 16), (1, 32), (5, 1024)]
     """
-    return max(_FEWEST_ROWS, min(_MOST_ROWS, triton.next_power_of_2(rows)))
+    per_turn = max(_FEWEST_SPANS, min(_MOST_SPANS, triton.next_power_of_2(spans)))
+    return triton.cdiv(spans, per_turn), per_turn
+
+
+def turn_of_pieces(rows: int, width: int) -> int:
+    """Pieces that `fold_pieces` takes in one turn: a tile that registers hold.
+
+    >>> [turn_of_pieces(*tile) for tile in ((1, 64), (8, 64), (8, 256))]
+    [16, 4, 1]
+    """
+    return max(1, min(_MOST_PIECES, _FOLD_ELEMENTS // (rows * width)))
 
 
 @triton.jit
-def _num_seen(position, window, WINDOW: tl.constexpr):
-    """Positions that a row at `position` sees."""
+def _visible(first_position, last_position, window, WINDOW: tl.constexpr):
+    """First position, and number of positions, that a token of a span sees."""
     if WINDOW:
-        return tl.minimum(position + 1, window)
+        start = tl.maximum(first_position + 1 - window, 0)
+        return start, last_position + 1 - start
     else:
-        return position + 1
+        return 0, last_position + 1
 
 
 @triton.jit
-def _tiles_of_rows(
-    first, row_slot_ptr, position_ptr, num_rows, window,
-    WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+def _tiles_of_spans(
+    first, row_ptr, start_ptr, position_ptr, num_spans, window,
+    WINDOW: tl.constexpr, SPANS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of rows first..first + ROWS; none for padding."""
-    row = first + tl.arange(0, ROWS)
-    inside = row < num_rows
-    slot = tl.load(row_slot_ptr + row, mask=inside, other=-1)
-    position = tl.load(position_ptr + row, mask=inside, other=0)
-    return tl.where(slot >= 0, tl.cdiv(_num_seen(position, window, WINDOW), TILE), 0)
+    """Tiles of spans first..first + SPANS; none for padding and for spans of no token."""
+    span = first + tl.arange(0, SPANS)
+    used = span < num_spans
+    used = used & (tl.load(row_ptr + span, mask=used, other=-1) >= 0)
+    head = span
+    tail = span
+    if start_ptr is not None:
+        head = tl.load(start_ptr + span, mask=used, other=0)
+        tail = tl.load(start_ptr + span + 1, mask=used, other=0) - 1
+        used = used & (head <= tail)
+    first_position = tl.load(position_ptr + head, mask=used, other=0)
+    last_position = tl.load(position_ptr + tail, mask=used, other=0)
+    _, num_visible = _visible(first_position, last_position, window, WINDOW)
+    return tl.where(used, tl.cdiv(num_visible, TILE), 0)
+
+
+@triton.jit
+def _num_pieces(tiles, size, ROUND_UP: tl.constexpr):
+    """Pieces of a span of so many tiles."""
+    if ROUND_UP:
+        return tl.cdiv(tiles, size)
+    else:
+        return tl.where(tiles > 0, tl.maximum((tiles + size // 2) // size, 1), 0)
 
 
 @triton.jit
 def find_piece(
-    number,  # of the piece, over all rows
-    row_slot_ptr,  # i32[>=R]
-    position_ptr,  # i32[>=R]
-    num_rows,
-    spare,  # programs beyond one per row
+    number,  # of the piece, over all spans
+    row_ptr,  # i32[>=Y]  negative: padding
+    start_ptr,  # i32[>=Y + 1] first token of each span, or None: span i is token i
+    position_ptr,  # i32[tokens]  rising in a span
+    num_spans,
+    spare,  # programs beyond one per span
     window,
     WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROUND_UP: tl.constexpr,
+    FEWEST: tl.constexpr,  # tiles of a piece
+    TURNS: tl.constexpr,
+    SPANS: tl.constexpr,  # of a turn
     TILE: tl.constexpr,
 ):
-    """Row of a piece (`num_rows`: no such piece), its place among the row's pieces, tiles of a piece."""
+    """Span of a piece (-1: no such piece), its place among the span's pieces, `size`."""
     tiles = 0
-    for first in range(0, num_rows, ROWS):
+    for turn in tl.static_range(TURNS):
+        first = turn * SPANS
         tiles += tl.sum(
-            _tiles_of_rows(first, row_slot_ptr, position_ptr, num_rows, window, WINDOW, ROWS, TILE),
+            _tiles_of_spans(
+                first, row_ptr, start_ptr, position_ptr, num_spans, window, WINDOW, SPANS, TILE
+            ),
             0,
         )
-    size = tl.maximum(tl.cdiv(tiles, spare), 1)
-    row = 0
-    before = 0  # pieces of the rows before that row
+    size = tl.maximum(tl.cdiv(tiles, spare), FEWEST)
+    span = TURNS * SPANS - 1
+    before = 0  # pieces of the spans behind that span
     passed = 0
-    for first in range(0, num_rows, ROWS):
-        tiles_of = _tiles_of_rows(
-            first, row_slot_ptr, position_ptr, num_rows, window, WINDOW, ROWS, TILE
+    for turn in tl.static_range(TURNS):
+        first = (TURNS - 1 - turn) * SPANS
+        tiles_of = _tiles_of_spans(
+            first, row_ptr, start_ptr, position_ptr, num_spans, window, WINDOW, SPANS, TILE
         )
-        pieces = tl.cdiv(tiles_of, size)
-        is_before = passed + tl.cumsum(pieces, 0) <= number
-        row += tl.sum(is_before.to(tl.int32), 0)
-        before += tl.sum(tl.where(is_before, pieces, 0), 0)
+        pieces = _num_pieces(tiles_of, size, ROUND_UP)
+        is_behind = passed + tl.cumsum(pieces, 0, reverse=True) <= number
+        span -= tl.sum(is_behind.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_behind, pieces, 0), 0)
         passed += tl.sum(pieces, 0)
-    return tl.minimum(row, num_rows), number - before, size
+    return span, number - before, size
 
 
 @triton.jit
-def piece_range(position, piece, size, window, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Number of the row's pieces, and the positions [begin, end) of this one: whole tiles."""
-    num_seen = _num_seen(position, window, WINDOW)
-    tiles = tl.cdiv(num_seen, TILE)
-    pieces = tl.cdiv(tiles, size)
-    start = position + 1 - num_seen
+def piece_range(
+    first_position,  # of the span's first token
+    last_position,
+    piece,
+    size,
+    window,
+    WINDOW: tl.constexpr,
+    ROUND_UP: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Number of the span's pieces, and the positions [begin, end) of this one: whole tiles."""
+    start, num_visible = _visible(first_position, last_position, window, WINDOW)
+    tiles = tl.cdiv(num_visible, TILE)
+    pieces = _num_pieces(tiles, size, ROUND_UP)
     begin = start + piece * tiles // pieces * TILE
-    end = tl.minimum(start + (piece + 1) * tiles // pieces * TILE, position + 1)
+    end = tl.minimum(start + (piece + 1) * tiles // pieces * TILE, last_position + 1)
     return pieces, begin, end
+
+
+@triton.jit
+def fold_pieces(
+    part_ptr,  # f32[parts, D]  softmax over the positions of a piece
+    part_log_ptr,  # f32[parts]  log2 of the sum of its weights, -inf where it saw none
+    first,  # i64  part of the first row and piece; parts of more rows follow
+    step,  # parts from piece to piece
+    pieces,
+    held,  # bool[ROWS]  rows that are read
+    PIECES: tl.constexpr,  # of a turn
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two >= D
+):
+    """f32[ROWS, WIDTH]: softmaxes over all positions.  Some piece of a row sees one."""
+    lane = tl.arange(0, WIDTH)[None, None, :]
+    row = tl.arange(0, ROWS)[None, :]
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for turn in range(0, pieces, PIECES):
+        piece = turn + tl.arange(0, PIECES)[:, None]
+        used = (piece < pieces) & held[None, :]
+        at = first + piece * step
+        part_log = tl.load(part_log_ptr + at + row, mask=used, other=float("-inf"))
+        new_top = tl.maximum(top, tl.max(part_log, 0))
+        shift = tl.where(new_top > float("-inf"), new_top, 0.0)  # -inf minus -inf is no number
+        weight = tl.exp2(part_log - shift[None, :])
+        fade = tl.exp2(top - shift)
+        mask = used[:, :, None] & (lane < D)
+        value_ptr = part_ptr + (at * D)[:, :, None] + (row[:, :, None] * D + lane)
+        value = tl.load(value_ptr, mask=mask, other=0.0)
+        mixed = mixed * fade[:, None] + tl.sum(value * weight[:, :, None], 0)
+        total = total * fade + tl.sum(weight, 0)
+        top = new_top
+    return mixed / tl.where(held, total, 1.0)[:, None]

@@ -10,14 +10,10 @@ Letters: M query rows of a program, D width of a head.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 import triton
 import triton.language as tl
 
 _LOG2_E = 1.4426950408889634
-_PROCESSORS_WITHOUT_DEVICE = 8  # of the interpreter: small, so that small inputs take every path
 
 
 def tile_positions(width: int, element_bytes: int) -> int:
@@ -40,14 +36,6 @@ def score_factors(scale: float, softcap: float) -> tuple[float, float]:
     if softcap:
         return scale / softcap, softcap * _LOG2_E
     return scale * _LOG2_E, 0.0
-
-
-@cache
-def num_processors(device: torch.device) -> int:
-    """Streaming multiprocessors of the device."""
-    if device.type != "cuda":
-        return _PROCESSORS_WITHOUT_DEVICE
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -80,7 +68,8 @@ def attend_tile(
     cap,  # of `score_factors`; read where SOFTCAP
     window,  # positions that a row sees at most; read where WINDOW
     MASKED: tl.constexpr,
-    WINDOW: tl.constexpr,  # with MASKED: rows may see no position of the tile
+    WINDOW: tl.constexpr,  # with MASKED
+    UNSEEN: tl.constexpr,  # with MASKED: rows may have seen no position when the tile is done
     SOFTCAP: tl.constexpr,
     KV_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -105,7 +94,7 @@ def attend_tile(
         score = tl.where(visible, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     shift = new_top
-    if WINDOW:  # a row that has seen nothing yet: -inf minus -inf is no number
+    if UNSEEN:  # a row that has seen nothing yet: -inf minus -inf is no number
         shift = tl.where(new_top > float("-inf"), new_top, 0.0)
     weight = tl.exp2(score - shift[:, None])
     fade = tl.exp2(top - shift)

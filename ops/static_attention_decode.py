@@ -22,8 +22,9 @@ from torch import Tensor
 
 from midstream.errors import ContractError
 from midstream.ops.dependent_launch import after_previous, dependent_launch
+from midstream.ops.device_limits import num_processors
 from midstream.ops.paged_kv import TOLERANCE, check_shared_heads
-from midstream.ops.paged_tile import num_processors, score_factors, tile_positions
+from midstream.ops.paged_tile import score_factors, tile_positions
 from midstream.ops.registry import DTYPES, Args, OpCase, define_op
 
 MAX_WIDTH = 256  # of a head

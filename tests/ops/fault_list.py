@@ -16,16 +16,17 @@ class Fault:
 
     @property
     def tests(self) -> tuple[str, ...]:
-        """The test file of the op."""
+        """The test files of the op."""
         stem = self.file.removeprefix("ops/").removesuffix(".py")
-        return (f"tests/ops/test_{_TESTED_BY.get(stem, stem)}.py",)
+        return tuple(f"tests/ops/test_{name}.py" for name in _TESTED_BY.get(stem, (stem,)))
 
 
 # a helper's faults show in the op that uses it
 _TESTED_BY = {
-    "token_filter": "sample",
-    "gated_delta_tokens": "gated_delta_chunk",
-    "finish_rows": "skinny_linear",
+    "token_filter": ("sample",),
+    "gated_delta_tokens": ("gated_delta_chunk",),
+    "finish_rows": ("skinny_linear",),
+    "paged_attention_split": ("paged_attention_split", "paged_attention_chunk"),
 }
 
 FAULTS = (
@@ -288,10 +289,46 @@ FAULTS = (
         "    table_ptr = kv_table_ptr + (slot * table_stride).to(tl.int8)",
     ),
     Fault(
-        "ops/paged_attention_decode.py",
-        "partial results of empty pieces count",
-        'part_log = tl.load(part_log_ptr + part, mask=used, other=float("-inf"))',
-        "part_log = tl.load(part_log_ptr + part)",
+        "ops/paged_attention_split.py",
+        "partial results of pieces that are none count",
+        '        part_log = tl.load(part_log_ptr + at + row, mask=used, other=float("-inf"))',
+        "        part_log = tl.load(part_log_ptr + at + row)",
+    ),
+    Fault(
+        "ops/paged_attention_split.py",
+        "a piece in which a token sees no position makes it no number",
+        '        shift = tl.where(new_top > float("-inf"), new_top, 0.0)  # -inf minus',
+        "        shift = new_top  # -inf minus",
+    ),
+    Fault(
+        "ops/paged_attention_split.py",
+        "pieces of later turns counted from the first turn's end",
+        "        passed += tl.sum(pieces, 0)",
+        "        passed = tl.sum(pieces, 0)",
+    ),
+    Fault(
+        "ops/paged_attention_chunk.py",
+        "pieces reach up to the end of their chunk",
+        "        end = tl.minimum(end, piece_end)\n",
+        "",
+    ),
+    Fault(
+        "ops/paged_attention_chunk.py",
+        "pieces weigh without their largest score",
+        "top + tl.log2(total))",
+        "tl.log2(total))",
+    ),
+    Fault(
+        "ops/causal_conv_chunk.py",
+        "every slice of a chunk makes its exports",
+        "    if slice_ > 0:\n        return\n",
+        "",
+    ),
+    Fault(
+        "ops/causal_conv_chunk.py",
+        "slices behind the first read zeros for the old window",
+        "    out_start = tl.where(reads_window, start, tl.maximum(start, window_end))",
+        "    out_start = start",
     ),
     Fault(
         "ops/paged_attention_chunk.py",

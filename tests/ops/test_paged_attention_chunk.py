@@ -5,7 +5,7 @@ import torch
 
 from midstream.errors import ContractError
 from midstream.ops import paged_attention_chunk as module
-from midstream.ops.paged_attention_chunk import paged_attention_chunk
+from midstream.ops.paged_attention_chunk import num_spare, paged_attention_chunk
 from midstream.ops.paged_attention_decode import paged_attention_decode
 from midstream.ops.testing import (
     build_args,
@@ -155,9 +155,32 @@ def test_c3_no_grid_axis_but_the_first_grows_with_chunks_or_heads(chunks, heads,
             return lambda *args, **kwargs: None
 
     monkeypatch.setattr(module, "_attend_kernel", Recorder())
+    monkeypatch.setattr(module, "_combine_kernel", Recorder())
     paged_attention_chunk.launch(**{**args, "kv_heads": 1})
-    ((first, second),) = grids
-    assert first < 2**31 and second <= 65_535
+    assert len(grids) == (1 if chunks > 1 else 2)  # few chunks are cut
+    assert all(first < 2**31 and second <= 65_535 for first, second in grids)
+
+
+@pytest.mark.parametrize(("name", "turn"), [("long-past", 2), ("long-past-window", 1)])
+def test_any_number_of_pieces_gives_the_same_result(name, turn, monkeypatch, device):
+    """Not cut, a few pieces, more than are added up in a turn; with a window turns without a position."""
+    (case,) = (case for case in paged_attention_chunk.cases if case.id.endswith(name))
+    args = build_args(case, torch.float32, device)
+    monkeypatch.setattr(module, "_FEWEST_TILES", 1)
+    monkeypatch.setattr(module, "turn_of_pieces", lambda *tile: turn)
+    results = []
+    for spare in (0, 1, 4, 12):
+        monkeypatch.setattr(module, "num_spare", lambda *shapes, n=spare, **more: n)
+        paged_attention_chunk.launch(**args)
+        results.append(args["out"].clone())
+    for cut in results[1:]:
+        torch.testing.assert_close(cut, results[0], rtol=1e-5, atol=1e-6)
+
+
+def test_programs_to_spare_fill_the_device_unless_chunks_do():
+    assert num_spare(4, 16, programs=264) == 17
+    assert num_spare(4 * 17, 16, programs=264) == 0
+    assert num_spare(1, 10**6, programs=264) == 1
 
 
 @pytest.mark.gpu
