@@ -20,7 +20,10 @@ import torch
 import transformers
 import triton
 
+from midstream.graphs.capture import GraphCapture
+
 _COPY_BYTES = 2**32
+_COLD_BYTES = 2**30 if torch.cuda.is_available() else 2**20  # several times what a cache holds
 
 
 def device() -> torch.device:
@@ -67,6 +70,34 @@ def copy_rate() -> float:
         target.copy_(source)
         seconds.append(now() - begin)
     return 2 * size / sorted(seconds[3:])[4]
+
+
+def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
+    """Replays `work` as one CUDA graph; on the CPU `work` itself."""
+    if not torch.cuda.is_available():
+        return work
+    return GraphCapture(device()).capture(work, dict, name).replay
+
+
+def copy_us(moved: int) -> float:
+    """Microseconds of one contiguous copy that reads and writes `moved` bytes together, in a graph of many.
+
+    The copies walk through more memory than a cache holds.  Short ones are far from `copy_rate`.
+    """
+    pairs = max(1, _COLD_BYTES // max(moved, 1))
+    halves = torch.zeros(pairs, 2, max(moved // 2, 1), dtype=torch.uint8, device=device())
+
+    def copy_all() -> None:
+        for source, target in halves:
+            target.copy_(source)
+
+    replay = captured(copy_all, "copies")
+    now, seconds = clock(), []
+    for _ in range(9):
+        begin = now()
+        replay()
+        seconds.append(now() - begin)
+    return 1e6 * sorted(seconds[2:])[3] / pairs
 
 
 def describe(benchmark: Any, moved_bytes: int | None = None, **extra: Any) -> None:

@@ -23,7 +23,6 @@ from percentiles import percentiles_us, seconds_of
 from torch import Tensor
 
 from midstream.compiler.layout import LayerState, StateLayout
-from midstream.graphs.capture import GraphCapture
 from midstream.ops.advance import advance
 from midstream.ops.page_move import page_move
 from midstream.ops.testing import check_kernel
@@ -71,8 +70,8 @@ def test_nothing_crosses(benchmark: Any, state_dtype: str, migration: str, passe
     """All rows in the middle of their blocks; the copy-free form has no node for moves at all."""
     work = migration_of(layout_of("B2", state_dtype), migration == "precopy")
     element = torch.zeros(1, device=measure.device())
-    replay = captured(partial(repeat, work, passes), migration)
-    empty = captured(partial(repeat, partial(element.add_, 1), passes), "empty")
+    replay = measure.captured(partial(repeat, work, passes), migration)
+    empty = measure.captured(partial(repeat, partial(element.add_, 1), passes), "empty")
     now = measure.clock()
     empty_seconds: list[float] = []
 
@@ -105,7 +104,7 @@ def test_moves(benchmark: Any, state_dtype: str, pages: str, moves: int, among: 
                 temporal, conv, m.source, m.target, m.shift, m.count, *windows, layout.window_rows
             )
 
-    replay = captured(move_all, pages)
+    replay = measure.captured(move_all, pages)
     check_moves((temporal, conv), listed, replay)
     benchmark._timer = measure.clock()
     benchmark.pedantic(replay, iterations=5, rounds=max(3, ROUNDS // 2), warmup_rounds=1)
@@ -115,7 +114,7 @@ def test_moves(benchmark: Any, state_dtype: str, pages: str, moves: int, among: 
         page_bytes=layout.page_bytes,
         state_dtype=state_dtype,
         steps_per_replay=steps,
-        plain_copy=plain_copies(temporal, moves, steps),
+        plain_copy_us=round(measure.copy_us(2 * moves * layout.page_bytes), 3),
         **percentiles_us(seconds_of(benchmark), steps),
     )
 
@@ -181,28 +180,6 @@ def check_moves(
         count = int(m.count)
         pairs = zip(m.source[0, :count].tolist(), m.target[:count].tolist(), strict=True)
         assert all(torch.equal(arena[a], arena[b]) for a, b in pairs for arena in arenas)
-
-
-def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
-    """Replays `work` as one CUDA graph; on the CPU `work` itself."""
-    return GraphCapture(measure.device()).capture(work, dict, name).replay if GPU else work
-
-
-def plain_copies(temporal: Tensor, moves: int, steps: int) -> dict[str, float]:
-    """The temporal bytes of a step as one contiguous copy, in the same kind of graph."""
-    halves = temporal[1:].view(steps, 2, moves * temporal.shape[1])
-
-    def copy_all() -> None:
-        for source, target in halves:
-            target.copy_(source)
-
-    replay = captured(copy_all, "copies")
-    now, seconds = measure.clock(), []
-    for _ in range(9):
-        begin = now()
-        replay()
-        seconds.append(now() - begin)
-    return percentiles_us(seconds[2:], steps)
 
 
 def repeat(work: Callable[[], object], times: int) -> None:

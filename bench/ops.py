@@ -3,7 +3,8 @@ How close each op comes to the copy rate, on sizes of real layers.
 
 Physics: the bytes that an op declares to move, over the copy rate of the same run.  One captured graph
 launches the op on as many inputs as exceed the L2 cache, in turns, and is timed on the device's clock; a
-launch's share includes its gap to the next, and little of the replay's own start.  Activations are
+launch's share includes its gap to the next, and little of the replay's own start.  Short launches cannot
+reach the copy rate, so each has the time of one plain copy of as many bytes as well.  Activations are
 bfloat16; a name ends in the dtype of the states.  Ops that declare no real sizes are left out.
 
     pytest bench/ops.py --benchmark-json=ops.json      (-k ssd_step)
@@ -12,7 +13,7 @@ bfloat16; a name ends in the dtype of the states.  Ops that declare no real size
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import measure
@@ -20,7 +21,6 @@ import pytest
 import torch
 from percentiles import percentiles_us, seconds_of
 
-from midstream.graphs.capture import GraphCapture
 from midstream.ops.gates import import_all_ops
 from midstream.ops.registry import OPS, Args, OpCase, OpSpec
 from midstream.ops.testing import check_kernel, written_args
@@ -59,11 +59,13 @@ def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
         for args in turns * inputs:
             spec(**args)
 
-    replay = captured(work, case.id)
+    replay = measure.captured(work, case.id)
     replay()
     assert_finite(spec, inputs)
     benchmark._timer = measure.clock()
     benchmark.pedantic(replay, rounds=ROUNDS, warmup_rounds=3)
+    times = percentiles_us(seconds_of(benchmark), launches)
+    copy_us = plain_copy_us(moved_bytes)
     measure.describe(
         benchmark,
         launches * moved_bytes,
@@ -72,8 +74,19 @@ def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
         launches=launches,
         bytes_per_launch=moved_bytes,
         operations_per_launch=operations,
-        **percentiles_us(seconds_of(benchmark), launches),
+        plain_copy_us=round(copy_us, 3),
+        of_plain_copy=round(copy_us / times["p50_us"], 4),
+        **times,
     )
+
+
+@cache
+def plain_copy_us(moved_bytes: int) -> float:
+    """Microseconds of a contiguous copy of as many bytes."""
+    copies = min(
+        max(moved_bytes, 2**12), 2**28
+    )  # smaller ones take as long, and larger ones are at the rate
+    return measure.copy_us(copies) * max(1, moved_bytes / copies)
 
 
 def cold_inputs(spec: OpSpec, case: OpCase) -> list[Args]:
@@ -91,8 +104,3 @@ def assert_finite(spec: OpSpec, inputs: list[Args]) -> None:
     for args in inputs if GPU else ():
         for name in set(spec.results) & set(written_args(spec, args)):
             assert args[name].isfinite().all(), f"{spec.name}: {name} is not finite"
-
-
-def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
-    """Replays `work` as one CUDA graph; on the CPU `work` itself."""
-    return GraphCapture(measure.device()).capture(work, dict, name).replay if GPU else work
