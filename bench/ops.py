@@ -83,10 +83,9 @@ def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
 @cache
 def plain_copy_us(moved_bytes: int) -> float:
     """Microseconds of a contiguous copy of as many bytes."""
-    copies = min(
-        max(moved_bytes, 2**12), 2**28
-    )  # smaller ones take as long, and larger ones are at the rate
-    return measure.copy_us(copies) * max(1, moved_bytes / copies)
+    # smaller copies take as long, larger ones are at the copy rate
+    copied = min(max(moved_bytes, 2**20), 2**28)
+    return measure.copy_us(copied) * max(1, moved_bytes / copied)
 
 
 def cold_inputs(spec: OpSpec, case: OpCase) -> list[Args]:

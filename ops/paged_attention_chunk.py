@@ -465,4 +465,13 @@ paged_attention_chunk = define_op(
     ),
     tolerance=TOLERANCE,
     traffic=_traffic,
+    bench_cases=tuple(
+        _case(new, past, heads=32, kv_heads=8, width=64, kv_block=16, name=name)
+        for new, past, name in (
+            ((100,), (0,), "100"),
+            ((100,), (6000,), "100-behind-6000"),
+            ((2048,), (0,), "2048"),
+            ((1,) * 31 + (100,), (500,) * 31 + (6000,), "among-31-rows"),
+        )
+    ),
 )

@@ -355,4 +355,10 @@ paged_attention_decode = define_op(
     ),
     tolerance=TOLERANCE,
     traffic=_traffic,
+    bench_cases=tuple(
+        _case(
+            (length,) * rows, heads=32, kv_heads=8, width=64, kv_block=16, name=f"{rows}x{length}"
+        )
+        for rows, length in ((1, 6000), (32, 2000), (256, 1000))
+    ),
 )
