@@ -219,7 +219,7 @@ def _combine_kernel(
     num_chunks,
     SHARE: tl.constexpr,  # query heads of one KV head
     PART_ROWS: tl.constexpr,  # B
-    PARTS: tl.constexpr,  # programs of a chunk and a KV head, a power of two
+    PARTS: tl.constexpr,  # programs of a chunk and a KV head
     M: tl.constexpr,  # query rows (token, head) of a turn
     PIECES: tl.constexpr,  # of a turn
     D: tl.constexpr,
@@ -231,8 +231,9 @@ def _combine_kernel(
         return
     start = tl.load(chunk_start_ptr + chunk)
     num_rows = (tl.load(chunk_start_ptr + chunk + 1) - start) * SHARE
-    begin = tl.program_id(0) % PARTS * (PART_ROWS // PARTS)
-    end = tl.minimum(begin + PART_ROWS // PARTS, num_rows)
+    OWN: tl.constexpr = (PART_ROWS // M + PARTS - 1) // PARTS * M  # rows of this program
+    begin = tl.program_id(0) % PARTS * OWN
+    end = tl.minimum(begin + OWN, num_rows)
     if begin >= end:
         return
     pieces = tl.load(chunk_piece_ptr + num_chunks + chunk)
@@ -338,25 +339,14 @@ def _launch(
     )  # fmt: skip
     if spare:
         part_rows = parts * query_rows
-        fold_parts = _fold_parts(num_chunks * kv_heads, part_rows // _FOLD_ROWS)
+        most_parts = part_rows // _FOLD_ROWS
+        fold_parts = max(1, min(most_parts, _FOLD_PROGRAMS // (num_chunks * kv_heads)))
         _combine_kernel[(num_chunks * fold_parts, kv_heads)](
             out, part, part_log, chunk_piece, chunk_start, chunk_row,
             out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_chunks=num_chunks,
             SHARE=share, PART_ROWS=part_rows, PARTS=fold_parts, M=_FOLD_ROWS,
             PIECES=turn_of_pieces(_FOLD_ROWS, padded), D=width, WIDTH=padded, num_warps=4,
         )  # fmt: skip
-
-
-def _fold_parts(programs: int, most: int) -> int:
-    """Into how many parts, a power of two up to `most`, `programs` are cut that add pieces up.
-
-    >>> [_fold_parts(programs, most=16) for programs in (32, 1000, 5000)]
-    [16, 4, 1]
-    """
-    parts = 1
-    while 2 * parts <= most and programs * 2 * parts <= _FOLD_PROGRAMS:
-        parts *= 2
-    return parts
 
 
 def _case(
@@ -438,7 +428,7 @@ paged_attention_chunk = define_op(
         _case(new=_AROUND_BLOCKS, past=(0,) * 15, kv_heads=4, kv_block=16, name="j2-lengths"),
         _case(new=(1, 1, 1, 1), past=(0, 3, 4, 64), name="one-token-chunks"),
         _case(
-            new=(1, 40, 2), past=(30, 150, 1), heads=2, kv_heads=1, kv_block=16, name="long-past"
+            new=(1, 64, 2), past=(30, 150, 1), heads=2, kv_heads=1, kv_block=16, name="long-past"
         ),
         _case(
             new=(3, 36), past=(5, 150), heads=2, kv_block=16, window=100, name="long-past-window"

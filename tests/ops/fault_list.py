@@ -319,6 +319,12 @@ FAULTS = (
         "tl.log2(total))",
     ),
     Fault(
+        "ops/paged_attention_chunk.py",
+        "rows that divide badly among programs are not added up",
+        "(PART_ROWS // M + PARTS - 1) // PARTS * M",
+        "PART_ROWS // PARTS",
+    ),
+    Fault(
         "ops/causal_conv_chunk.py",
         "every slice of a chunk makes its exports",
         "    if slice_ > 0:\n        return\n",

@@ -124,8 +124,9 @@ def test_any_number_of_pieces_gives_the_same_result(monkeypatch, device):
     results = []
     for spare in (1, 5, 40):
         monkeypatch.setattr(module, "num_spare", lambda *shapes, n=spare, **more: n)
+        args["out"] = torch.full_like(args["out"], torch.nan)
         paged_attention_decode.launch(**args)
-        results.append(args["out"].clone())
+        results.append(args["out"])
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(results[2], results[0], rtol=1e-5, atol=1e-6)
 
