@@ -37,8 +37,8 @@ from midstream.ops.registry import NULL_PAGE, PADDING, Args, OpCase, Tolerance, 
 _TOKENS = 8  # per turn of a program
 _TILE = 128  # channels of a program, whose weights stay in registers
 _TILE_MANY_TAPS = 64  # of a program with more than four taps
-_SLICES = (8, 16, 32, CHUNK)  # tokens of a program: the fewest that give no more programs than
-_PROGRAMS_PER_PROCESSOR = 12
+_PROGRAMS_PER_PROCESSOR = 12  # at most, where chunks are cut
+_SLICES = (8, 16, 32, CHUNK)  # tokens of a program; the fewest that this allows are taken
 _NULL_PAGE = tl.constexpr(NULL_PAGE)
 _PADDING = tl.constexpr(PADDING)
 _SEARCH = tl.constexpr(128)  # chunks looked at in one turn

@@ -30,8 +30,9 @@ from midstream.ops.paged_attention_split import (
     find_piece,
     fold_pieces,
     piece_range,
+    rows_of_fold,
+    spans_per_turn,
     turn_of_pieces,
-    turns_over_spans,
 )
 from midstream.ops.paged_kv import (
     TOLERANCE,
@@ -108,8 +109,7 @@ def _attend_kernel(
     spare,  # pieces beyond one per chunk; read where SPLIT
     SPLIT: tl.constexpr,
     FEWEST_TILES: tl.constexpr,  # of a piece
-    TURNS: tl.constexpr,  # that look for a piece
-    CHUNKS: tl.constexpr,  # of a turn
+    CHUNKS: tl.constexpr,  # of a turn that looks for a piece
     SHARE: tl.constexpr,  # query heads of one KV head
     KV_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -128,7 +128,7 @@ def _attend_kernel(
     if SPLIT:
         chunk, piece, size = find_piece(
             number, chunk_row_ptr, chunk_start_ptr, position_ptr, num_chunks, spare, window,
-            WINDOW, False, FEWEST_TILES, TURNS, CHUNKS, TILE,
+            WINDOW, False, FEWEST_TILES, CHUNKS, TILE,
         )  # fmt: skip
         if chunk < 0:
             return
@@ -154,7 +154,7 @@ def _attend_kernel(
     unmasked_end = tl.min(seen, 0) // TILE * TILE
     if WINDOW:  # which positions a token sees differs at both ends
         begin = tl.maximum(tl.min(seen, 0) - window, 0)
-    if SPLIT:  # whole tiles of the piece: what this program sees of them
+    if SPLIT:  # what these rows see of the piece, in its tiles: with a window these start anywhere
         first_position = tl.load(position_ptr + start)
         last_position = tl.load(position_ptr + stop - 1)
         pieces, piece_begin, piece_end = piece_range(
@@ -219,20 +219,20 @@ def _combine_kernel(
     num_chunks,
     SHARE: tl.constexpr,  # query heads of one KV head
     PART_ROWS: tl.constexpr,  # B
-    PARTS: tl.constexpr,  # programs of a chunk and a KV head
+    PROGRAMS: tl.constexpr,  # of a chunk and a KV head
     M: tl.constexpr,  # query rows (token, head) of a turn
     PIECES: tl.constexpr,  # of a turn
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two >= D
 ):
-    chunk = tl.program_id(0) // PARTS
+    chunk = tl.program_id(0) // PROGRAMS
     kv_head = tl.program_id(1)
     if tl.load(chunk_row_ptr + chunk) < 0:
         return
     start = tl.load(chunk_start_ptr + chunk)
     num_rows = (tl.load(chunk_start_ptr + chunk + 1) - start) * SHARE
-    OWN: tl.constexpr = (PART_ROWS // M + PARTS - 1) // PARTS * M  # rows of this program
-    begin = tl.program_id(0) % PARTS * OWN
+    OWN: tl.constexpr = (PART_ROWS // M + PROGRAMS - 1) // PROGRAMS * M  # rows of a program
+    begin = tl.program_id(0) % PROGRAMS * OWN
     end = tl.minimum(begin + OWN, num_rows)
     if begin >= end:
         return
@@ -259,13 +259,13 @@ def num_spare(num_chunks: int, programs_per_chunk: int, programs: int) -> int:
     """Pieces beyond one per chunk, 0 where chunks are not cut.  Depends on shapes only.
 
     They fill a device that runs so many programs at once.  Chunks that fill it several times over are
-    not cut.
+    not cut, nor are those of which one does.
 
     >>> [num_spare(chunks, 16, programs=264) for chunks in (4, 67, 68)]
     [17, 17, 0]
     """
     filling = triton.cdiv(programs, programs_per_chunk)
-    return filling if num_chunks < 4 * filling else 0
+    return filling if filling > 1 and num_chunks < 4 * filling else 0
 
 
 def _tile_shape(width: int, share: int, element_bytes: int) -> tuple[int, int]:
@@ -320,7 +320,6 @@ def _launch(
         part = torch.empty((*pieces_shape, width), dtype=torch.float32, device=out.device)
         part_log = torch.empty(pieces_shape, dtype=torch.float32, device=out.device)
         chunk_piece = torch.empty((2, num_chunks), dtype=torch.int32, device=out.device)
-    turns, chunks_of_turn = turns_over_spans(num_chunks)
     factor, cap = score_factors(scale, softcap)
     _attend_kernel[((num_chunks + spare) * parts, kv_heads)](
         out, part, part_log, chunk_piece, arena, q, offset, kv_table, row_slot, position,
@@ -330,7 +329,7 @@ def _launch(
         q_token_stride=q.stride(0), q_head_stride=q.stride(1),
         table_stride=kv_table.stride(0), place_stride=kv_heads * width,
         scale=factor, cap=cap, window=window, num_chunks=num_chunks, spare=spare,
-        SPLIT=spare > 0, FEWEST_TILES=_FEWEST_TILES, TURNS=turns, CHUNKS=chunks_of_turn,
+        SPLIT=spare > 0, FEWEST_TILES=_FEWEST_TILES, CHUNKS=spans_per_turn(num_chunks) if spare else 0,
         SHARE=share, KV_BLOCK=kv_block, WINDOW=window > 0, SOFTCAP=softcap > 0,
         ALIGN=LAUNCH_ALIGN // arena.element_size(),
         PARTS=parts, M=query_rows, TILE=tile,
@@ -339,13 +338,13 @@ def _launch(
     )  # fmt: skip
     if spare:
         part_rows = parts * query_rows
-        most_parts = part_rows // _FOLD_ROWS
-        fold_parts = max(1, min(most_parts, _FOLD_PROGRAMS // (num_chunks * kv_heads)))
-        _combine_kernel[(num_chunks * fold_parts, kv_heads)](
+        fold_rows = rows_of_fold(_FOLD_ROWS, padded)
+        programs = max(1, min(part_rows // fold_rows, _FOLD_PROGRAMS // (num_chunks * kv_heads)))
+        _combine_kernel[(num_chunks * programs, kv_heads)](
             out, part, part_log, chunk_piece, chunk_start, chunk_row,
             out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_chunks=num_chunks,
-            SHARE=share, PART_ROWS=part_rows, PARTS=fold_parts, M=_FOLD_ROWS,
-            PIECES=turn_of_pieces(_FOLD_ROWS, padded), D=width, WIDTH=padded, num_warps=4,
+            SHARE=share, PART_ROWS=part_rows, PROGRAMS=programs, M=fold_rows,
+            PIECES=turn_of_pieces(fold_rows, padded), D=width, WIDTH=padded, num_warps=4,
         )  # fmt: skip
 
 
@@ -425,7 +424,9 @@ paged_attention_chunk = define_op(
         _case(),
         _case(new=(130,), past=(0,)),  # three chunks of one row, the last one partial
         _case(new=(64, 65, 1, 15), past=(1, 70, 129, 0), kv_block=16, name="mixed"),
-        _case(new=_AROUND_BLOCKS, past=(0,) * 15, kv_heads=4, kv_block=16, name="j2-lengths"),
+        _case(
+            new=_AROUND_BLOCKS, past=(0,) * 15, kv_heads=4, width=24, kv_block=16, name="j2-lengths"
+        ),
         _case(new=(1, 1, 1, 1), past=(0, 3, 4, 64), name="one-token-chunks"),
         _case(
             new=(1, 64, 2), past=(30, 150, 1), heads=2, kv_heads=1, kv_block=16, name="long-past"

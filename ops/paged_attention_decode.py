@@ -23,8 +23,9 @@ from midstream.ops.paged_attention_split import (
     find_piece,
     fold_pieces,
     piece_range,
+    rows_of_fold,
+    spans_per_turn,
     turn_of_pieces,
-    turns_over_spans,
 )
 from midstream.ops.paged_kv import (
     TOLERANCE,
@@ -99,8 +100,7 @@ def _attend_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     ALIGN: tl.constexpr,  # elements; regions start on multiples of it
-    TURNS: tl.constexpr,  # that look for a piece
-    ROWS: tl.constexpr,  # of a turn
+    ROWS: tl.constexpr,  # of a turn that looks for a piece
     PARTS: tl.constexpr,  # programs that divide the query heads of one KV head
     M: tl.constexpr,  # query heads of a program, a power of two >= 16
     TILE: tl.constexpr,
@@ -110,7 +110,7 @@ def _attend_kernel(
     number = tl.program_id(0)
     row, piece, size = find_piece(
         number, row_slot_ptr, None, position_ptr, num_rows, spare, window,
-        WINDOW, True, 1, TURNS, ROWS, TILE,
+        WINDOW, True, 1, ROWS, TILE,
     )  # fmt: skip
     if row < 0:
         return
@@ -162,17 +162,16 @@ def _combine_kernel(
     out_head_stride,
     num_rows,
     HEADS: tl.constexpr,
-    SHARE: tl.constexpr,  # heads of a program
-    M: tl.constexpr,  # power of two >= SHARE
+    M: tl.constexpr,  # heads of a program, a power of two
     PIECES: tl.constexpr,  # of a turn
     D: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two >= D
 ):
     row = tl.program_id(0).to(tl.int64)
-    share = tl.arange(0, M)
-    first_head = tl.program_id(1).to(tl.int64) * SHARE
+    first_head = tl.program_id(1).to(tl.int64) * M
+    head = first_head + tl.arange(0, M)
+    held = head < HEADS
     lane = tl.arange(0, WIDTH)[None, :]
-    held = share < SHARE
     result = tl.zeros([M, WIDTH], tl.float32)
     if tl.load(row_slot_ptr + row) >= 0:
         pieces = tl.load(row_piece_ptr + num_rows + row)
@@ -182,8 +181,7 @@ def _combine_kernel(
         result = fold_pieces(
             part_ptr, part_log_ptr, first, HEADS, pieces, held, PIECES, M, D, WIDTH
         )
-    head = (first_head + share)[:, None]
-    out_row_ptr = out_ptr + row * out_row_stride + head * out_head_stride
+    out_row_ptr = out_ptr + row * out_row_stride + head[:, None] * out_head_stride
     result = result.to(out_ptr.dtype.element_ty)
     tl.store(out_row_ptr + lane, result, mask=held[:, None] & (lane < D))
 
@@ -237,7 +235,6 @@ def _launch(
     part = torch.empty((rows + spare, heads, width), dtype=torch.float32, device=out.device)
     part_log = torch.empty((rows + spare, heads), dtype=torch.float32, device=out.device)
     row_piece = torch.empty((2, rows), dtype=torch.int32, device=out.device)
-    turns, rows_of_turn = turns_over_spans(rows)
     factor, cap = score_factors(scale, softcap)
     _attend_kernel[(rows + spare, kv_heads * head_parts)](
         out, part, part_log, row_piece, arena, q, offset, kv_table, row_slot, position,
@@ -247,16 +244,15 @@ def _launch(
         table_stride=kv_table.stride(0), place_stride=kv_heads * width,
         scale=factor, cap=cap, window=window, num_rows=rows, spare=spare,
         HEADS=heads, SHARE=share, KV_BLOCK=kv_block, WINDOW=window > 0, SOFTCAP=softcap > 0,
-        ALIGN=LAUNCH_ALIGN // arena.element_size(), TURNS=turns, ROWS=rows_of_turn, PARTS=head_parts,
+        ALIGN=LAUNCH_ALIGN // arena.element_size(), ROWS=spans_per_turn(rows), PARTS=head_parts,
         M=per_program, TILE=tile_positions(padded, arena.element_size()), D=width, WIDTH=padded,
         num_warps=8 if per_program * padded > 64 * 128 else 4, num_stages=3,
     )  # fmt: skip
-    of_combine = 1 if rows * heads <= _SMALL_COMBINE else share
-    fold_rows = triton.next_power_of_2(of_combine)
-    _combine_kernel[(rows, heads // of_combine)](
+    fold_rows = rows_of_fold(1 if rows * heads <= _SMALL_COMBINE else share, padded)
+    _combine_kernel[(rows, triton.cdiv(heads, fold_rows))](
         out, part, part_log, row_piece, row_slot,
         out_row_stride=out.stride(0), out_head_stride=out.stride(1), num_rows=rows,
-        HEADS=heads, SHARE=of_combine, M=fold_rows, PIECES=turn_of_pieces(fold_rows, padded),
+        HEADS=heads, M=fold_rows, PIECES=turn_of_pieces(fold_rows, padded),
         D=width, WIDTH=padded, num_warps=2,
     )  # fmt: skip
 

@@ -9,9 +9,11 @@ span among short ones is shared by the programs to spare.
     size   = ceil(tiles of all spans / spare)     tiles of a piece, but for the rounding
     pieces = tiles of a span / size               of a span, rounded; together at most spans + spare
 
-Rounded up, no piece is longer than `size`; rounded to the nearest, no span is cut for little.  Programs take
-the last span first: late chunks of a prompt see most positions.  A span of several pieces gets their
-softmaxes side by side, and `fold_pieces` adds them up.  Letters: Y spans, D width of a head.
+Rounded up, no piece is longer than `size`; rounded to the nearest, none is longer than 1.5 `size`, and no
+shorter span is cut.  Programs take the last span first: late chunks of a prompt see most positions.  A span
+of several pieces gets their softmaxes side by side, and `fold_pieces` adds them up.
+
+Letters: Y spans, D width of a head.
 """
 
 from __future__ import annotations
@@ -25,14 +27,22 @@ _MOST_PIECES = 16  # folded in one turn
 _FOLD_ELEMENTS = 2048  # of a turn
 
 
-def turns_over_spans(spans: int) -> tuple[int, int]:
-    """Turns in which a program looks at all spans, and spans of a turn, a power of two.
+def spans_per_turn(spans: int) -> int:
+    """Spans that a program looks at in one turn, a power of two.
 
-    >>> [turns_over_spans(spans) for spans in (1, 17, 5000)]
-    [(1, 16), (1, 32), (5, 1024)]
+    >>> [spans_per_turn(spans) for spans in (1, 17, 5000)]
+    [16, 32, 1024]
     """
-    per_turn = max(_FEWEST_SPANS, min(_MOST_SPANS, triton.next_power_of_2(spans)))
-    return triton.cdiv(spans, per_turn), per_turn
+    return max(_FEWEST_SPANS, min(_MOST_SPANS, triton.next_power_of_2(spans)))
+
+
+def rows_of_fold(rows: int, width: int) -> int:
+    """Rows of up to `rows`, a power of two, that `fold_pieces` takes at once: a tile that registers hold.
+
+    >>> [rows_of_fold(*tile) for tile in ((3, 64), (71, 64), (71, 256))]
+    [4, 32, 8]
+    """
+    return max(1, min(triton.next_power_of_2(rows), _FOLD_ELEMENTS // width))
 
 
 def turn_of_pieces(rows: int, width: int) -> int:
@@ -96,14 +106,12 @@ def find_piece(
     WINDOW: tl.constexpr,
     ROUND_UP: tl.constexpr,
     FEWEST: tl.constexpr,  # tiles of a piece
-    TURNS: tl.constexpr,
     SPANS: tl.constexpr,  # of a turn
     TILE: tl.constexpr,
 ):
     """Span of a piece (-1: no such piece), its place among the span's pieces, `size`."""
     tiles = 0
-    for turn in tl.static_range(TURNS):
-        first = turn * SPANS
+    for first in range(0, num_spans, SPANS):
         tiles += tl.sum(
             _tiles_of_spans(
                 first, row_ptr, start_ptr, position_ptr, num_spans, window, WINDOW, SPANS, TILE
@@ -111,11 +119,12 @@ def find_piece(
             0,
         )
     size = tl.maximum(tl.cdiv(tiles, spare), FEWEST)
-    span = TURNS * SPANS - 1
+    turns = tl.cdiv(num_spans, SPANS)
+    span = turns * SPANS - 1
     before = 0  # pieces of the spans behind that span
     passed = 0
-    for turn in tl.static_range(TURNS):
-        first = (TURNS - 1 - turn) * SPANS
+    for turn in range(0, turns):
+        first = (turns - 1 - turn) * SPANS
         tiles_of = _tiles_of_spans(
             first, row_ptr, start_ptr, position_ptr, num_spans, window, WINDOW, SPANS, TILE
         )

@@ -321,8 +321,8 @@ FAULTS = (
     Fault(
         "ops/paged_attention_chunk.py",
         "rows that divide badly among programs are not added up",
-        "(PART_ROWS // M + PARTS - 1) // PARTS * M",
-        "PART_ROWS // PARTS",
+        "(PART_ROWS // M + PROGRAMS - 1) // PROGRAMS * M",
+        "PART_ROWS // PROGRAMS",
     ),
     Fault(
         "ops/causal_conv_chunk.py",

@@ -9,7 +9,7 @@ import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from midstream.ops.paged_attention_split import find_piece, piece_range, turns_over_spans
+from midstream.ops.paged_attention_split import find_piece, piece_range, spans_per_turn
 
 TILE = 4
 NO_PIECE = -7
@@ -19,13 +19,13 @@ NO_PIECE = -7
 def _list_pieces(
     found_ptr,  # i32[programs, 4]  span, number of its pieces, begin, end
     row_ptr, start_ptr, position_ptr, num_spans, spare, window,
-    WINDOW: tl.constexpr, ROUND_UP: tl.constexpr, FEWEST: tl.constexpr, TURNS: tl.constexpr,
+    WINDOW: tl.constexpr, ROUND_UP: tl.constexpr, FEWEST: tl.constexpr,
     SPANS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     span, piece, size = find_piece(
         number, row_ptr, start_ptr, position_ptr, num_spans, spare, window,
-        WINDOW, ROUND_UP, FEWEST, TURNS, SPANS, TILE,
+        WINDOW, ROUND_UP, FEWEST, SPANS, TILE,
     )  # fmt: skip
     if span < 0:
         return
@@ -62,7 +62,7 @@ def pieces_of(spans, spare, window, device, round_up=True, fewest=1):
     _list_pieces[(len(found),)](
         found, given["row"], given["start"] if chunks else None, given["position"], len(spans), spare,
         window, WINDOW=window > 0, ROUND_UP=round_up, FEWEST=fewest,
-        TURNS=triton.cdiv(len(spans), 16), SPANS=16, TILE=TILE,
+        SPANS=16, TILE=TILE,
     )  # fmt: skip
     return [tuple(piece) for piece in found.tolist() if piece[0] != NO_PIECE]
 
@@ -123,8 +123,7 @@ def test_a_single_row_is_cut_into_one_piece_per_program(device):
 
 
 @pytest.mark.parametrize(
-    ("spans", "turns", "of_turn"),
-    [(1, 1, 16), (16, 1, 16), (33, 1, 64), (1024, 1, 1024), (9000, 9, 1024)],
+    ("spans", "turn"), [(1, 16), (16, 16), (33, 64), (1024, 1024), (9000, 1024)]
 )
-def test_turns_take_all_spans_in_powers_of_two_within_limits(spans, turns, of_turn):
-    assert turns_over_spans(spans) == (turns, of_turn)
+def test_spans_of_a_turn_are_a_power_of_two_within_limits(spans, turn):
+    assert spans_per_turn(spans) == turn
