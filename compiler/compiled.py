@@ -42,6 +42,7 @@ from midstream.compiler.model_call import (
     own_cache,
     refuse_batches,
 )
+from midstream.compiler.one_thread import OneThread
 from midstream.compiler.row_cache import MidstreamCache
 from midstream.compiler.row_memory import RowMemory
 from midstream.compiler.row_steps import Mask, RowSteps
@@ -62,7 +63,10 @@ _log = logging.getLogger("midstream")
 
 
 class CompiledModel:
-    """A model whose `generate` and forward run on paged state.  Made by `compile`; belongs to one thread."""
+    """A model whose `generate` and forward run on paged state, for one thread at a time.
+
+    Made by `compile`.
+    """
 
     def __init__(self, lowered: LoweredModel, memory: RowMemory, capturer: Capturer | None) -> None:
         self.model = lowered.model
@@ -76,9 +80,11 @@ class CompiledModel:
         self._output = typing.get_type_hints(inspect.unwrap(type(lowered.model).forward))["return"]
         self._uses_cache = bool(getattr(lowered.model.config, "use_cache", True))
         self._undone = False
+        self._alone = OneThread("midstream.compile", "a call", "a model")
+        self._generating: MidstreamCache | None = None  # the cache that generate asked for
         self._changes = Changes()
         self._changes.set(self.model, "forward", _with_signature_of(self._plain, self._forward))
-        self._changes.set(self.model, "generate", _checked(lowered.model.generate, memory))
+        self._changes.set(self.model, "generate", self._checked(lowered.model.generate))
         self._changes.set(self.model, "_prepare_cache_for_generation", self._prepare_cache)
         for name in filter(functools.partial(hasattr, self.model), _TAKE_MODE):
             self._changes.set(self.model, name, _mode_checked(getattr(self.model, name)))
@@ -156,7 +162,7 @@ class CompiledModel:
         call = ModelCall.of(kwargs, self._memory)
         uses_cache = self._uses_cache if call.use_cache is None else call.use_cache
         cache = MidstreamCache(self._memory) if call.cache is None else call.cache
-        with torch.no_grad():
+        with self._alone, torch.no_grad():
             logits = self._run(call, cache)
         output = self._output(logits=logits, **{self._cache_name: cache if uses_cache else None})
         return output if call.return_dict else output.to_tuple()
@@ -194,7 +200,28 @@ class CompiledModel:
         if given is not None:
             given._is_user_defined = True  # as transformers marks it
         elif generation_config.use_cache is not False:
-            model_kwargs[self._cache_name] = MidstreamCache(self._memory)
+            self._generating = MidstreamCache(self._memory)
+            model_kwargs[self._cache_name] = self._generating
+
+    def _checked(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """`generate`, after a look at what it is given; one that fails keeps no rows."""
+
+        @functools.wraps(generate)
+        def checked(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+            with self._alone:
+                check_turn(
+                    kwargs.get("input_ids") if inputs is None else inputs, kwargs, self._memory
+                )
+                try:
+                    return generate(inputs, *args, **kwargs)
+                except BaseException:  # its traceback, which may be kept, holds the cache
+                    if self._generating is not None:
+                        self._generating.reset()
+                    raise
+                finally:
+                    self._generating = None
+
+        return checked
 
     def _renamed(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The cache under the name that this release of transformers uses."""
@@ -282,17 +309,6 @@ def _with_signature_of(original: Callable[..., Any], run: Callable[..., Any]) ->
 
     forward.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
     return forward
-
-
-def _checked(generate: Callable[..., Any], memory: RowMemory) -> Callable[..., Any]:
-    """`generate`, after a look at what it is given."""
-
-    @functools.wraps(generate)
-    def checked(inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
-        check_turn(kwargs.get("input_ids") if inputs is None else inputs, kwargs, memory)
-        return generate(inputs, *args, **kwargs)
-
-    return checked
 
 
 def _mode_checked(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,10 +65,11 @@ class RowMemory:
             raise undone("rows were wanted")
         if num_rows > len(self._free):
             held = self.num_rows - len(self._free)
+            drop = "drop the outputs that hold those caches, reset() them, or " if held else ""
             raise CapacityError(
                 f"midstream.compile: {rows_told(num_rows)} wanted, {self.num_rows} compiled for and {held} "
-                "held by caches that are still alive; expected room for the batch (times beams); drop the "
-                "outputs that hold those caches, reset() them, or compile with a larger max_batch"
+                "held by caches that are still alive; expected room for the batch (times beams); "
+                f"{drop}compile with a larger max_batch"
             )
         self._free.sort()
         taken = self._free[:num_rows]

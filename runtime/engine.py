@@ -12,21 +12,21 @@ An engine belongs to one thread.  Several engines may live in one process, each 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 from tqdm import tqdm
 
 from midstream.compiler.changes import WAY_BACK
+from midstream.compiler.one_thread import OneThread
 from midstream.errors import ConfigError, ContractError
 from midstream.runtime.assembly import Parts, assemble
 from midstream.runtime.config import ResolvedConfig, engine_config
 from midstream.runtime.events import EventLog
-from midstream.runtime.handles import Handle, Update, id_of
+from midstream.runtime.handles import Handle, Update
 from midstream.runtime.intake import Prompt
 from midstream.runtime.interrupts import deferred_interrupt
 from midstream.runtime.ledger import Ledger
@@ -68,7 +68,7 @@ class Engine:
         self._name = f"Engine of {type(model).__name__} on {self._parts.lowered.device}"
         self._ledger = Ledger()
         self._turns = Turns(self._parts, self._ledger)
-        self._inside = threading.RLock()  # held during a turn
+        self._alone = OneThread("Engine", "a step", "an engine")
         self._closed = False
         self.debug(poison=settings.poison, shadow_every=settings.shadow_every)
         try:
@@ -147,14 +147,14 @@ class Engine:
     def abort(self, handle: Handle) -> None:
         """End a request now.  Its output arrives with the next `step()`; unknown handles are ignored."""
         self._check_open()
-        request = self._ledger.open.get(id_of(handle))
+        request = self._ledger.open.get(self._ledger.id_of(handle))
         if request is not None:
             self._turns.finish(request, "abort", (), None)
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not finished."""
-        return len(self._ledger.open)
+        """Requests that have not finished, and those whose output waits for the next `step()`."""
+        return self._ledger.num_unfinished
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction, and the pages of both pools now; of a closed engine, as it ended."""
@@ -181,7 +181,7 @@ class Engine:
             ContractError: the engine does not know the request.
         """
         number = request.request_id if isinstance(request, Output) else as_int(request)
-        return self._ledger.explain(id_of(request) if number is None else number)
+        return self._ledger.explain(self._ledger.id_of(request) if number is None else number)
 
     def metrics(self) -> str:
         """The counters of `stats` in the text format of Prometheus."""
@@ -202,9 +202,9 @@ class Engine:
             ContractError: while requests are unfinished; their state belongs to the old weights.
         """
         self._check_open()
-        if self.num_unfinished:
+        if self._ledger.open:
             raise ContractError(
-                f"Engine: weights_changed() with {self.num_unfinished} unfinished requests; "
+                f"Engine: weights_changed() with {len(self._ledger.open)} unfinished requests; "
                 "expected none; finish or abort them"
             )
         self._turns.settle()  # what nobody waits for
@@ -326,7 +326,7 @@ class Engine:
         finally:
             for request_id in ids:
                 if not self._closed:
-                    self.abort(Handle(request_id))
+                    self.abort(self._ledger.handle(request_id))
                 del self._ledger.inboxes[request_id]
 
     def _end_all(self) -> None:
@@ -350,25 +350,12 @@ class Engine:
                 runner.graphs.warm_up(missing, lambda _: bar.update())
 
     def _take_turn(self) -> None:
-        with self._alone(), deferred_interrupt():
+        with self._alone, deferred_interrupt():
             self._turns.turn()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads out.  Raises ContractError where one is inside of a turn."""
-        if not self._inside.acquire(blocking=False):
-            raise ContractError(
-                "Engine: a second thread called it during a step, expected one thread at a time; give each "
-                "thread an engine of its own, or put a lock around their calls"
-            )
-        try:
-            yield
-        finally:
-            self._inside.release()
 
     def _check_open(self) -> None:
         """Before anything that users call."""
-        with self._alone():
+        with self._alone:
             pass
         if self._closed:
             raise _closed("the engine is closed")

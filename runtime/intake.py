@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class Intake:
         """
         params = SamplingParams() if params is None else params
         _check_params(params)
+        if not isinstance(streamed, bool):
+            raise ConfigError(f"Engine: stream={streamed!r}; expected True or False")
         order = as_int(priority)
         if order is None or not (salt is None or isinstance(salt, str)):
             raise ConfigError(
@@ -114,6 +116,11 @@ class Intake:
         self, prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[tuple[Prompt, SamplingParams | None]]:
         """Each prompt with its parameters.  Raises ConfigError when the numbers differ."""
+        if isinstance(prompts, Mapping | Set):
+            raise ConfigError(
+                f"Engine: prompts is a {type(prompts).__name__}; expected a list of prompts; of what a "
+                'tokenizer returned pass ["input_ids"], made without padding'
+            )
         given, prompts = prompts, list(prompts) if isinstance(prompts, Iterable) else [0]
         if isinstance(given, str) or any(as_int(prompt) is not None for prompt in prompts):
             raise ConfigError(
@@ -172,14 +179,14 @@ class Intake:
             prompt = self.tokenizer.encode(prompt)
         try:
             ids = np.asarray(prompt)
-        except ValueError:
+        except (RuntimeError, TypeError, ValueError):  # a tensor with gradients, or without memory
             ids = np.zeros((0, 0))
         if ids.ndim == 1 and ids.dtype == object and all(as_int(i) is not None for i in ids):
             self._check_range(min(ids), max(ids))  # beyond 64 bits
         if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
             raise ConfigError(
-                f"Engine: the prompt is a {type(prompt).__name__} of {ids.dtype} with {ids.ndim} dimensions; "
-                "expected text or a flat list of whole numbers"
+                f"Engine: the prompt is {_described(prompt)}; expected text or a flat list of whole "
+                "numbers; a chat becomes one by the tokenizer's apply_chat_template(..., return_dict=False)"
             )
         if not ids.size:
             raise ConfigError("Engine: the prompt is empty; expected at least one token")
@@ -208,6 +215,19 @@ class Intake:
                 f"expected at most {MAX_STOP_IDS}; use stop strings for the others"
             )
         return ids
+
+
+def _described(prompt: Any) -> str:
+    """What a prompt is that is neither text nor token ids."""
+    if isinstance(prompt, list | tuple):
+        for place, item in enumerate(prompt):
+            if as_int(item) is None:
+                return f"a {type(prompt).__name__} whose item {place} is {item!r:.60}"
+    if isinstance(prompt, Mapping):
+        return f"a {type(prompt).__name__} with {', '.join(map(repr, prompt))}"
+    if hasattr(prompt, "dtype") and hasattr(prompt, "shape"):
+        return f"a {type(prompt).__name__} of {prompt.dtype}, shape {tuple(prompt.shape)}"
+    return f"{prompt!r:.60}, a {type(prompt).__name__}"
 
 
 def _marks(marks: Iterable[int], length: int) -> tuple[int, ...]:

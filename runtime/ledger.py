@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from itertools import count
 
 from midstream.errors import ContractError
 from midstream.runtime.explain import NOT_YET, never_looked_up, sentence
-from midstream.runtime.handles import Handle, Update
+from midstream.runtime.handles import Handle, Update, id_of
 from midstream.runtime.request import Lookup, Output, Request
 
 _REMEMBERED = 4096  # finished requests that explain() still knows
+_numbers = count()
 
 
 class Ledger:
     """Knows no steps.  It outlives the parts of a closed engine."""
 
     def __init__(self) -> None:
+        self._engine = next(_numbers)
         self.open: dict[int, Request] = {}  # by request id
         self.updates: list[Update] = []  # for `Engine.step`
         self.inboxes: dict[int, deque[Update]] = {}  # of running generators, by request id
@@ -24,7 +27,20 @@ class Ledger:
     def enter(self, request: Request) -> Handle:
         """A request is queued."""
         self.open[request.request_id] = request
-        return Handle(request.request_id)
+        return self.handle(request.request_id)
+
+    def handle(self, request_id: int) -> Handle:
+        """What users hold of a request."""
+        return Handle(request_id, self._engine)
+
+    def id_of(self, handle: object) -> int:
+        """The number of a request.  Raises ConfigError for what is no handle of this engine."""
+        return id_of(handle, self._engine)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose end nobody has been told."""
+        return len(self.open) + sum(update.output is not None for update in self.updates)
 
     def close(
         self, request: Request, token_ids: tuple[int, ...], text: str | None, output: Output
@@ -46,7 +62,7 @@ class Ledger:
         """Report to the generator that asked for the request, else to `Engine.step`."""
         inbox = self.inboxes.get(request.request_id)
         to = self.updates if inbox is None else inbox
-        to.append(Update(Handle(request.request_id), token_ids, text, output))
+        to.append(Update(self.handle(request.request_id), token_ids, text, output))
 
     def take_updates(self) -> list[Update]:
         """News for `Engine.step`, each once."""

@@ -60,10 +60,7 @@ class LiveTable:
         """Put a request into a free slot.  Raises CapacityError if there is none."""
         if not self._free:
             raise CapacityError(f"LiveTable: all {len(self.request)} slots are taken")
-        slot = self._free.pop()
-        self.request[slot] = request
-        self.epoch[slot] = request.epoch = self._next_epoch
-        self._next_epoch = (self._next_epoch + 1) % 2**31
+        slot = self._free[-1]  # free until all is written
         self.computed[slot] = computed
         self.last_computed[slot] = request.last_computed
         self.tokens[slot, : len(known)] = known
@@ -77,7 +74,10 @@ class LiveTable:
         self.watched[slot] = request.watched
         self.relocate[slot] = self.look_at[slot] = self.heed_at[slot] = 0
         self.num_kv_pages[slot] = self.running_page[slot] = 0
-        request.slot = slot
+        self.request[slot] = request
+        self.epoch[slot] = request.epoch = self._next_epoch
+        self._next_epoch = (self._next_epoch + 1) % 2**31
+        request.slot = self._free.pop()
         return slot
 
     def release(self, request: Request) -> None:

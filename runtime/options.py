@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
 
+import numpy as np
+
 from midstream.errors import ConfigError, check_known
 
 T = TypeVar("T")
@@ -90,6 +92,9 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name in (known.name for known in fields(self)):
             value = getattr(self, name)
+            if isinstance(value, np.integer):
+                value = int(value)
+                object.__setattr__(self, name, value)
             if type(value) is int and value > _LARGEST and name != "memory":
                 raise ConfigError(
                     f"Engine: {name}={value}; expected at most {_LARGEST}: the device counts in "

@@ -49,6 +49,7 @@ class Scheduler:
             int, Request
         ] = {}  # by lost epoch; a step in flight may hold its token
         self.num_preemptions = 0
+        self.starting: Request | None = None  # gets its slot at this moment, or failed to
         self._running = Running(layout.num_slots)
         self._prefilling: list[Request] = []  # those of them that have known tokens left, in order
         self._pass = 0
@@ -185,7 +186,7 @@ class Scheduler:
 
     def _start(self, request: Request, hit: Hit) -> None:
         """Put a waiting request into a slot, with the pages of its hit."""
-        live = self.live
+        live, self.starting = self.live, request
         self._look_back(request, hit)
         slot = live.take(request, request.known_tokens(), hit.num_tokens)
         try:
@@ -203,6 +204,7 @@ class Scheduler:
         )
         self.checkpoints.chains.enter(request)
         request.junction, request.boundaries = hit.junction, []
+        self.starting = None
 
     def _look_back(self, request: Request, hit: Hit) -> None:
         """Count what the request found; what it found first is what it reports."""

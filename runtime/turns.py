@@ -56,6 +56,9 @@ class Turns:
         try:
             return scheduler.next_step()
         except BaseException as error:
+            failed, scheduler.starting = scheduler.starting, None
+            if failed in scheduler.waiting:  # it would fail again
+                self.fail([failed], error)
             self.fail(list(scheduler.running), error)  # which of them were moved is not known
             raise
 

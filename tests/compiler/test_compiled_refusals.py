@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from compiled_rig import GREEDY, NEW, greedy, left_padded, make
 from tiny_models import FAMILIES, VOCAB, build, prompt
-from transformers import DynamicCache, GenerationConfig, StaticCache
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StaticCache
 
 import midstream
 from midstream.compiler import row_memory
@@ -44,6 +45,42 @@ def test_what_a_forward_cannot_give_is_refused_by_name() -> None:
         assert compiled(ids, logits_to_keep=None).logits.shape[1] == 5
         assert compiled(ids, logits_to_keep=torch.tensor([-1, 0])).logits.shape[1] == 2
         assert compiled.stats()["free_rows"] == 3
+
+
+def test_a_second_thread_is_refused_and_harms_nobody() -> None:
+    ids, refusals = prompt(5)[None], []
+
+    def call() -> None:
+        for refused in (compiled.generate, compiled):
+            with pytest.raises(
+                ContractError, match="one thread at a time; give each thread a model"
+            ):
+                refused(ids)
+            refusals.append(refused)
+
+    def look(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return scores
+
+    with make() as compiled:
+        found = compiled.generate(ids, logits_processor=LogitsProcessorList([look]), **GREEDY)
+        assert len(refusals) == 2 * NEW
+    assert found[0].equal(greedy(build("bamba"), ids[0], NEW))
+
+
+def test_a_generate_that_fails_holds_no_rows_whoever_keeps_its_traceback() -> None:
+    def stop(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    ids = prompt(5)[None]
+    with make(max_batch=1) as compiled:
+        with pytest.raises(KeyboardInterrupt) as kept:
+            compiled.generate(ids, logits_processor=LogitsProcessorList([stop]), **GREEDY)
+        found = compiled.generate(ids, **GREEDY)
+        assert kept.tb is not None
+    assert found[0].equal(greedy(build("bamba"), ids[0], NEW))
 
 
 def test_what_generate_cannot_do_is_refused_before_anything_runs() -> None:

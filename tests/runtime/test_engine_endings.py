@@ -36,6 +36,19 @@ def test_abort_at_any_stage_leaves_the_others_and_the_books_right(
     assert list(again.token_ids) == oracle.greedy(prompts[1], 10)
 
 
+def test_outputs_that_wait_for_a_step_count_as_unfinished(model: Any) -> None:
+    params = midstream.SamplingParams(max_tokens=2, **GREEDY)
+    with guarded_engine(model, **OPTIONS) as engine:
+        aborted, ended = engine.add(draw(9, 1), params), engine.add(draw(9, 2), params)
+        engine.abort(aborted)
+        assert engine.num_unfinished == 2
+        list(engine.generate([draw(9, 3)], midstream.SamplingParams(max_tokens=9, **GREEDY)))
+        assert engine.num_unfinished == 2  # both have ended, and nobody was told
+        found = {out.request_id: out.finish_reason for out in run(engine)}
+        assert found == {aborted.request_id: "abort", ended.request_id: "length"}
+        assert engine.num_unfinished == 0
+
+
 def test_a_stream_brings_each_token_once_and_leaving_it_aborts_the_rest(model: Any) -> None:
     prompts = five_prompts(VOCAB)[:3]
     params = midstream.SamplingParams(max_tokens=8, **GREEDY)

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine_rig import GREEDY, OPTIONS, draw, run
 from oracles import Oracle, guarded_engine
 from tiny_models import VOCAB, build
@@ -19,8 +20,18 @@ from midstream.runtime.text import ByteTokenizer
         ([], midstream.ConfigError, "empty"),
         ([1, VOCAB], midstream.ConfigError, "token ids from 1 to 128"),
         ([-1], midstream.ConfigError, "token ids from -1"),
-        ([[1, 2]], midstream.ConfigError, "2 dimensions"),
-        ([1.5], midstream.ConfigError, "whole numbers"),
+        ([[1, 2]], midstream.ConfigError, r"a list whose item 0 is \[1, 2\]; expected text or"),
+        ([3, 1.5], midstream.ConfigError, "a list whose item 1 is 1.5; .*whole numbers"),
+        ([{"role": "user"}], midstream.ConfigError, "item 0 is {'role': 'user'}; .*chat_template"),
+        (None, midstream.ConfigError, "the prompt is None, a NoneType"),
+        (np.zeros((2, 3)), midstream.ConfigError, r"a ndarray of float64, shape \(2, 3\)"),
+        (torch.ones(2).requires_grad_(), midstream.ConfigError, "a Tensor of torch.float32"),
+        (
+            torch.ones(2, device="meta"),
+            midstream.ConfigError,
+            r"a Tensor of torch.float32, shape \(2,\)",
+        ),
+        ({"input_ids": [1]}, midstream.ConfigError, "a dict with 'input_ids'"),
         ("text", midstream.ConfigError, "no tokenizer"),
         ([5] * 5000, midstream.CapacityError, "5000 tokens"),
     ],
@@ -174,7 +185,8 @@ def test_pools_too_small_for_any_sequence_are_refused_and_the_model_is_given_bac
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"priority": None}, {"priority": 1.5}, {"salt": 3}, {"checkpoint_at": 3}]
+    "wrong",
+    [{"priority": None}, {"priority": 1.5}, {"salt": 3}, {"checkpoint_at": 3}, {"stream": "yes"}],
 )
 def test_a_refused_request_leaves_nothing_behind(model: Any, wrong: dict[str, Any]) -> None:
     with midstream.Engine(model, **OPTIONS) as engine:
@@ -184,6 +196,56 @@ def test_a_refused_request_leaves_nothing_behind(model: Any, wrong: dict[str, An
         engine.add([5] * 5, checkpoint_at=np.array([3]), priority=np.int64(1))
         with pytest.raises(midstream.ConfigError, match="3 is no handle"):
             engine.abort(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("prompts", [{"input_ids": [[1, 2]]}, {(1, 2), (3,)}])
+def test_prompts_that_are_no_list_are_refused(model: Any, prompts: Any) -> None:
+    with midstream.Engine(model, **OPTIONS) as engine:
+        for call in (engine.generate, engine.stream):
+            with pytest.raises(
+                midstream.ConfigError, match=r'expected a list of .*pass \["input_ids"\]'
+            ):
+                call(prompts)
+
+
+def test_a_handle_of_another_engine_is_refused_and_ends_nothing(oracle: Oracle) -> None:
+    prompt, params = draw(9, 1), midstream.SamplingParams(max_tokens=3, **GREEDY)
+    with (
+        guarded_engine(build("bamba"), **OPTIONS) as one,
+        guarded_engine(build("bamba"), **OPTIONS) as other,
+    ):
+        handle, foreign = one.add(prompt, params), other.add(prompt, params)
+        assert handle != foreign
+        for call in (one.abort, one.explain):
+            with pytest.raises(midstream.ConfigError, match="is a handle of another engine"):
+                call(foreign)
+        assert [list(out.token_ids) for out in run(one)] == [oracle.greedy(prompt, 3)]
+
+
+def test_whole_numbers_of_numpy_are_options(model: Any) -> None:
+    with midstream.Engine(model, **OPTIONS | {"max_rows": np.int64(2)}) as engine:
+        assert type(engine.config.max_rows) is int and engine.config.max_rows == 2
+
+
+def test_a_slot_stays_free_where_its_request_cannot_be_written(
+    model: Any, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as there are slots, so that one lost each time would leave none."""
+    prompt, params = draw(9, 1), midstream.SamplingParams(max_tokens=3, **GREEDY)
+    with guarded_engine(model, **OPTIONS) as engine:
+        live, rows = engine._parts.scheduler.live, engine.config.max_rows
+        for _ in range(rows):
+            with monkeypatch.context() as patch:
+                patch.setattr(live, "watched", None)  # written late
+                engine.add(prompt, params)
+                while engine._ledger.open:
+                    with pytest.raises(TypeError):
+                        engine.step()
+            assert run(engine)[0].finish_reason == "error"
+        assert live.num_free == rows
+        assert [list(o.token_ids) for o in engine.generate([prompt], params)] == [
+            oracle.greedy(prompt, 3)
+        ]
 
 
 def test_an_engine_says_what_it_serves_and_how_full_it_is(model: Any) -> None:
