@@ -59,7 +59,10 @@ def find_norm(result: fx.Node) -> RowNorm | None:
 
 def find_gated_norm(result: fx.Node) -> RowNorm | None:
     """As `find_norm`, with a gate where there is one."""
-    like, norm = value_of(result), find_norm(result)
+    like = value_of(result)
+    if not like.dim():  # a number that is viewed as a row
+        return None
+    norm = find_norm(result)
     if norm is not None:
         gated = _gated(norm.x, like)
         if gated is None:

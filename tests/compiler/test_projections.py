@@ -228,6 +228,10 @@ def test_a_norm_behind_a_move_to_another_device_reads_what_was_moved() -> None:
     assert kernel.args[1].target == "to"
 
 
+def test_a_number_may_be_viewed_as_a_row() -> None:
+    check(lambda x, w: linear(x.float().view(1, 1), w), random(), random(3, 1), kernels=1)
+
+
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 def test_products_inside_transforms_of_torch_are_left_to_them(transform: str) -> None:
     def inner(x: Tensor) -> Tensor:
