@@ -266,7 +266,8 @@ def _take_norm(graph: fx.Graph, call: fx.Node) -> None:
         return
     order = {node: place for place, node in enumerate(graph.nodes)}
     like = value_of(result)
-    fits = like.shape[-1] <= MAX_NORMED and have_same_shape(like, value_of(norm.x))
+    read = [value_of(rows) for rows in (norm.x, norm.gate or norm.x)]
+    fits = like.shape[-1] <= MAX_NORMED and all(have_same_shape(like, rows) for rows in read)
     if not fits or not _is_undisturbed(norm.nodes, order):
         return
     normed = _norm_behind(graph, norm, result, order) or _norm_apart(graph, norm, result)

@@ -57,6 +57,15 @@ def test_a_gate_that_broadcasts_is_left_apart(gate: Tensor) -> None:
     assert fused.left(torch.rsqrt) == 1
 
 
+def test_a_gate_with_more_axes_than_the_rows_is_left_apart() -> None:
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        h = norm(x.view(1, 5, WIDTH), scale) * silu(gate.float())
+        return linear(h.view(5, WIDTH).to(w.dtype), w)
+
+    fused = check_rows(project, random(5, WIDTH), ROWS["tokens"], SCALE, IN, kernels=1)
+    assert fused.left(silu) == 1
+
+
 def test_a_gated_norm_of_a_projection_is_no_second_result_of_it() -> None:
     def project(y: Tensor, gate: Tensor, out: Tensor, scale: Tensor, w: Tensor) -> Tensor:
         return linear(gated_delta_norm(linear(y, out), gate, scale), w)
