@@ -155,9 +155,11 @@ def _projection(node: fx.Node, device_type: str) -> _Projection | None:
         return None
     if matrix.layout is not torch.strided or matrix.dim() != 2:
         return None
-    if not are_known(*matrix.shape, *matrix.stride()) or not matrix.shape[1]:
-        return None
-    if rows.stride(-1) != 1 or matrix.stride(1) != 1:
+    if (
+        not are_known(*matrix.shape, *matrix.stride())
+        or not matrix.shape[1]
+        or matrix.stride(1) != 1
+    ):
         return None
     count = rows_of(rows, matrix.shape[1])
     one_row = are_known(count) and count == 1
@@ -169,7 +171,7 @@ def _projection(node: fx.Node, device_type: str) -> _Projection | None:
 
 
 def _are_few(rows: Any) -> bool:
-    return rows is not None and (1 < rows <= MAX_ROWS if are_known(rows) else _decoding.get())
+    return rows is not None and (rows <= MAX_ROWS if are_known(rows) else _decoding.get())
 
 
 def _with_gate(of: _Projection) -> _Projection | None:
@@ -199,7 +201,7 @@ def _with_residual(of: _Projection) -> _Projection | None:
     one, product = value_of(other), value_of(of.nodes[-1])
     if one is None or one.dtype != product.dtype or not have_same_shape(one, product):
         return None
-    if rows_of(one, product.shape[-1]) is None or one.stride(-1) != 1:
+    if rows_of(one, product.shape[-1]) is None:
         return None
     return replace(of, nodes=(*of.nodes, total), residual=other)  # type: ignore[arg-type]  # it has a value
 
@@ -280,11 +282,9 @@ def _norm_behind(
     graph: fx.Graph, norm: RowNorm, result: fx.Node, order: dict[fx.Node, int]
 ) -> fx.Node | None:
     """The norm as a second result of the projection whose first one it reads, where it may go there."""
-    made = [
-        user for user in norm.x.users if user.target is skinny_linear.overload and MADE in user.meta
-    ]
-    call = next((user for user in made if user.args[0] is norm.x), None)
-    if call is None or call.args[1] is not None or norm.gate is not None:
+    made = (user for user in norm.x.users if MADE in user.meta)
+    call = next((user for user in made if user.args[:2] == (norm.x, None)), None)
+    if call is None or norm.gate is not None:
         return None
     if order[norm.weight] > order[call] or not calls_only(call, result, _PURE):
         return None

@@ -50,8 +50,6 @@ def find_norm(result: fx.Node) -> RowNorm | None:
     It computes in float32 and rounds to the dtype of `result` only; other roundings mean something.
     """
     like = value_of(result)
-    if like is None or rows_of(like, like.shape[-1]) is None:
-        return None
     node, casts = _uncast(result, like)
     found = _norm_of_torch(node, casts) or _written_norm(node, casts, like)
     return found if found is not None and _fits(found, like) else None
@@ -69,8 +67,6 @@ def find_gated_norm(result: fx.Node) -> RowNorm | None:
             return norm
         h, gate, nodes = gated
         return replace(norm, nodes=(*nodes, *norm.nodes), x=h, gate=gate, gate_first=True)
-    if like is None or rows_of(like, like.shape[-1]) is None:
-        return None
     product, casts = _uncast(result, like)
     gated = _gated(product, like)
     norm = find_norm(gated[0]) if gated is not None else None
@@ -99,16 +95,15 @@ def _gated(
 
 def is_other_name(node: fx.Node) -> bool:
     """Whether this views other rows, or casts them to the dtype that they have: it is the same memory."""
-    value, source = value_of(node), value_of(node.args[0]) if node.args else None
-    if node.op != "call_method" or value is None or source is None:
+    if node.op != "call_method" or node.target not in (*CASTS, *VIEWS):
         return False
-    return node.target in VIEWS or (node.target in CASTS and value.dtype == source.dtype)
+    source = value_of(node.args[0])
+    return source is not None and source.dtype == value_of(node).dtype
 
 
 def _is_readable(value: FakeTensor, width: int) -> bool:
     """Rows of this width as kernels read them, which may lie apart."""
-    known = rows_of(value, width, apart=True) is not None and value.dtype in DTYPES
-    return known and are_known(value.stride(-1)) and value.stride(-1) == 1
+    return rows_of(value, width, apart=True) is not None and value.dtype in DTYPES
 
 
 def is_vector(node: Any, size: int) -> bool:
@@ -139,9 +134,8 @@ def _norm_of_torch(node: fx.Node, casts: tuple[fx.Node, ...]) -> RowNorm | None:
     """rms_norm(h, sizes, weight, eps)"""
     if node.target is not RMS_NORM or len(node.args) != 4:
         return None
-    h, sizes, weight, eps = node.args
-    one_axis = isinstance(sizes, (tuple, list)) and len(sizes) == 1
-    if not one_axis or not _are_nodes(h, weight) or type(eps) is not float:
+    h, _, weight, eps = node.args  # the sizes are those of the weight
+    if not _are_nodes(h, weight) or type(eps) is not float:
         return None
     return RowNorm((node, *casts), h, weight, eps)  # type: ignore[arg-type]  # nodes
 
@@ -179,7 +173,6 @@ def _fits(norm: RowNorm, like: FakeTensor) -> bool:
     return (
         x is not None
         and rows_of(x, width) is not None
-        and x.stride(-1) == 1
         and x.dtype in dtypes
         and is_vector(norm.weight, width)
         and weight.dtype in dtypes

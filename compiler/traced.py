@@ -46,19 +46,19 @@ def are_known(*sizes: Any) -> bool:
 def rows_of(value: FakeTensor, width: int, *, apart: bool = False) -> Any:
     """How many rows of this width a tensor is: a number or a symbol; None for others.
 
-    One follows the other, unless they may lie `apart`.  All but one of its outer axes are known to be of
-    length one.
+    They have no gaps, and one follows the other, unless they may lie `apart`.  All but one of its outer
+    axes are known to be of length one.
     """
-    if not value.dim() or not are_known(value.shape[-1], width) or value.shape[-1] != width:
+    if not value.dim() or not are_known(value.shape[-1], value.stride(-1), width):
+        return None
+    if value.shape[-1] != width or value.stride(-1) != 1:
         return None
     if are_known(*value.shape) and value.numel() == width:
         return 1
     axes = [n for n, size in enumerate(value.shape[:-1]) if not (are_known(size) and size == 1)]
-    pitch, gap = value.stride(axes[0]) if len(axes) == 1 else None, value.stride(-1)
+    pitch = value.stride(axes[0]) if len(axes) == 1 else None
     follow = apart or (are_known(pitch) and pitch == width)
-    return (
-        value.shape[axes[0]] if len(axes) == 1 and follow and are_known(gap) and gap == 1 else None
-    )
+    return value.shape[axes[0]] if len(axes) == 1 and follow else None
 
 
 def have_same_shape(one: FakeTensor, other: FakeTensor) -> bool:
