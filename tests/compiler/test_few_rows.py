@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from projection_rig import (
+    EPS,
     HIDDEN,
     IN,
     NORMS,
@@ -54,6 +55,38 @@ def test_a_norm_of_rows_is_found_however_it_is_written(way: str) -> None:
         lambda x, s, w: linear(NORMS[way](x, s), w), ROWS["tokens"], SCALE, IN, kernels=1, norms=1
     )  # fmt: skip
     assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == 0
+
+
+def test_a_norm_of_rows_that_get_another_axis_is_a_kernel_by_itself() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return x[None] + linear(norm(x, scale), w)[:, :1]
+
+    check_rows(project, ROWS["rows"], SCALE, IN, kernels=1, norms=1)
+
+
+def test_a_norm_beside_a_projection_of_the_same_rows_is_none_of_its_results() -> None:
+    def project(x: Tensor, scale: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return linear(x, a) * linear(norm(x, scale), b)
+
+    square = random(WIDTH, WIDTH)  # as wide as the rows
+    check_rows(project, ROWS["tokens"], SCALE, square, square.T.contiguous(), kernels=2, norms=1)
+
+
+def test_a_norm_of_rows_that_are_viewed_otherwise_is_left_apart() -> None:
+    check_rows(
+        lambda x, s, w: linear(norm(x.view(1, 5, WIDTH), s), w),
+        random(5, WIDTH),
+        SCALE,
+        IN,
+        kernels=1,
+    )
+
+
+def test_a_mean_of_rows_that_scales_columns_is_no_norm() -> None:
+    def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(scale * (x * torch.rsqrt(x.pow(2).mean(-1) + EPS)), w)
+
+    check_rows(project, random(WIDTH, WIDTH), SCALE, IN, kernels=1)
 
 
 def test_the_norm_of_a_sum_goes_behind_the_projection_that_makes_it() -> None:
@@ -171,10 +204,11 @@ def test_a_sum_whose_rows_lie_apart_stays_behind_the_kernel() -> None:
     assert fused.calls(skinny_linear.overload)[0].args[5] is None
 
 
-def test_a_norm_of_rows_too_wide_for_a_program_is_left_alone() -> None:
-    wide = MAX_NORMED + 16
-    args = (random(2, wide), random(wide), random(3, wide))
-    check_rows(lambda x, s, w: linear(norm(x, s), w), *args, kernels=1)
+@pytest.mark.parametrize("more", [0, 16])
+def test_a_norm_of_rows_too_wide_for_a_program_is_left_alone(more: int) -> None:
+    wide = MAX_NORMED + more
+    args = (random(8, wide), random(wide), random(16, wide))
+    check_rows(lambda x, s, w: linear(norm(x, s), w), *args, kernels=1, norms=int(not more))
 
 
 def test_the_second_norm_of_a_sum_is_a_kernel_by_itself() -> None:

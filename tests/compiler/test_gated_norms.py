@@ -84,8 +84,17 @@ GATES = {
 
 @pytest.mark.parametrize("way", GATES)
 def test_a_gate_that_the_kernel_cannot_read_is_left_apart(way: str) -> None:
-    def project(x: Tensor, both: Tensor, scale: Tensor, w: Tensor) -> Tensor:
-        return linear((norm(x, scale) * silu(GATES[way](both).float())).to(x.dtype), w)
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear((norm(x, scale) * silu(gate.float())).to(x.dtype), w)
 
-    fused = check(project, X, random(1, 1, 2 * WIDTH), SCALE, IN, kernels=1)
+    fused = check(project, X, GATES[way](random(1, 1, 2 * WIDTH)), SCALE, IN, kernels=1)
+    assert not fused.calls(rms_norm_op.overload)
+
+
+@pytest.mark.parametrize("way", GATES)
+def test_gated_rows_that_the_kernel_cannot_read_are_left_apart(way: str) -> None:
+    def project(x: Tensor, gate: Tensor, scale: Tensor, w: Tensor) -> Tensor:
+        return linear(scale * normed(x.float() * silu(gate)), w)
+
+    fused = check(project, GATES[way](random(1, 1, 2 * WIDTH)), X, SCALE, IN, kernels=1)
     assert not fused.calls(rms_norm_op.overload)

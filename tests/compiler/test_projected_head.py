@@ -26,6 +26,7 @@ from midstream.ops.skinny_linear import MAX_ROWS, skinny_linear
         (random(1, 5, WIDTH).bfloat16(), skinny_linear),
         (random(2, 3, WIDTH).bfloat16(), skinny_linear),
         (random(1, 5, WIDTH), None),
+        (random(MAX_ROWS, WIDTH).bfloat16(), skinny_linear),
         (random(MAX_ROWS + 1, WIDTH).bfloat16(), None),
         (random(5, 2 * WIDTH).bfloat16()[:, ::2], None),
         (random(0, WIDTH).bfloat16(), None),
@@ -63,8 +64,14 @@ def test_the_head_leaves_what_asks_for_more_to_torch(monkeypatch: Any) -> None:
             assert projections.project_few(X, weight).dtype == torch.bfloat16
         found = projections.project_few(X, TwoTensor(IN.clone(), UP.clone()))
         assert type(found) is TwoTensor
+        found = projections.project_few(TwoTensor(X.clone(), X.clone()), IN)
+        assert type(found) is TwoTensor
         transposed = random(WIDTH, HIDDEN).T
         torch.testing.assert_close(projections.project_few(X, transposed), linear(X, transposed))
+        found = projections.project_few(X[0], IN.to_sparse_csr())
+        torch.testing.assert_close(found, linear(X[0], IN))
+        with pytest.raises(RuntimeError, match="dtype"):
+            projections.project_few(X, IN.bfloat16())
         wide = random(1, MAX_WIDTH + 1), random(2, MAX_WIDTH + 1)
         torch.testing.assert_close(projections.project_few(*wide), linear(*wide))
     assert not taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,8 +58,10 @@ def test_a_norm_that_others_read_too_stays_for_them() -> None:
     assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
 
 
-def test_rows_wider_than_a_program_holds_are_left_alone() -> None:
-    check(linear, random(1, MAX_WIDTH + 1), random(2, MAX_WIDTH + 1), kernels=0, linears=1)
+@pytest.mark.parametrize("more", [0, 1])
+def test_rows_wider_than_a_program_holds_are_left_alone(more: int) -> None:
+    width = MAX_WIDTH + more
+    check(linear, random(1, width), random(2, width), kernels=1 - more, linears=more)
 
 
 def test_a_bias_is_added_and_a_residual_behind_it() -> None:
@@ -142,7 +145,7 @@ def test_a_norm_with_a_weight_that_broadcasts_is_left_apart() -> None:
 @pytest.mark.parametrize("way", NORMS)
 def test_a_norm_goes_into_the_kernel_however_it_is_written(way: str) -> None:
     fused = check(lambda x, s, w: linear(NORMS[way](x, s), w), X, SCALE, IN, kernels=1)
-    assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == 0
+    assert fused.left(torch.rsqrt) == fused.left(torch.rms_norm) == fused.left(operator.add) == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -188,6 +191,8 @@ def test_a_norm_reads_float32_where_the_model_keeps_it() -> None:
         lambda x, w: rms_norm(x.view(2, -1), (WIDTH // 2,), w[: WIDTH // 2], EPS).view(1, 1, -1),
         lambda x, w: rms_norm(x, (1, WIDTH), w[None], EPS),
         lambda x, w: rms_norm(x, (WIDTH,), w),
+        lambda x, w: torch.rms_norm(x, (WIDTH,), w),
+        lambda x, w: w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + w[:1] * w[:1])),
     ],
 )
 def test_what_is_no_such_norm_is_left_apart(mistaken: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -196,6 +201,14 @@ def test_what_is_no_such_norm_is_left_apart(mistaken: Callable[[Tensor, Tensor],
         sum(fused.left(target) for target in (torch.rsqrt, torch.rms_norm, rms_norm_op.overload))
         == 1
     )
+
+
+def test_another_function_with_the_arguments_of_a_norm_is_none() -> None:
+    @torch._dynamo.allow_in_graph
+    def scaled(x: Tensor, sizes: tuple[int], weight: Tensor, eps: float) -> Tensor:
+        return x * weight + eps
+
+    check(lambda x, s, w: linear(scaled(x, (WIDTH,), s, EPS), w), X, SCALE, IN, kernels=1)
 
 
 def test_a_norm_that_is_also_written_to_a_buffer_is_left_apart() -> None:
@@ -229,7 +242,7 @@ def test_a_norm_behind_a_move_to_another_device_reads_what_was_moved() -> None:
 
 
 def test_a_number_may_be_viewed_as_a_row() -> None:
-    check(lambda x, w: linear(x.float().view(1, 1), w), random(), random(3, 1), kernels=1)
+    check(lambda x, w: linear(x.float().view(1, 1), w), random().double(), random(3, 1), kernels=1)
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
@@ -279,10 +292,11 @@ def test_a_norm_that_rounds_to_fewer_bits_is_left_apart() -> None:
     assert check(project, X, SCALE, IN, kernels=1).left(torch.rsqrt) == 1
 
 
-def test_a_gate_that_is_computed_in_place_is_seen_by_the_product_behind_it() -> None:
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_gate_that_is_computed_in_place_is_seen_by_the_product_behind_it(by_name: bool) -> None:
     def project(x: Tensor, scale: Tensor, w: Tensor) -> Tensor:
         h = norm(x, scale)
-        silu(x, inplace=True)
+        silu(x, inplace=True) if by_name else silu(x, True)
         return linear(h, w) + linear(x, w)
 
     fused = Fused(project)
@@ -302,10 +316,13 @@ def test_a_bias_with_gaps_leaves_the_product_alone(bias: Tensor | None) -> None:
     )
 
 
-def test_autocast_decides_the_dtype_of_a_product() -> None:
+@pytest.mark.parametrize(
+    ("x", "w"), [(X, IN), (X.bfloat16(), IN), (X, IN.bfloat16())], ids=["both", "weights", "row"]
+)
+def test_autocast_decides_the_dtype_of_a_product(x: Tensor, w: Tensor) -> None:
     fused = Fused(lambda x, w: linear(x, w))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        assert fused.call(X, IN).dtype == torch.bfloat16
+        assert fused.call(x, w).dtype == torch.bfloat16
     assert not fused.kernels
 
 
@@ -365,12 +382,21 @@ BESIDE = {
     "one gate for all": lambda x, r: silu(linear(x, IN)) * linear(x, UP[:1]),
     "a product that is read twice": lambda x, r: _gated_and_added(linear(x, IN), linear(x, UP)),
     "another dtype": lambda x, r: r.double() + linear(x, IN),
+    "no projection": lambda x, r: silu(linear(x, IN[:WIDTH])) * (x * UP[:WIDTH]),
+    "other weights with gaps": lambda x, r: (
+        silu(linear(x, IN)) * linear(x, UP.repeat(1, 2)[:, ::2])
+    ),
+    "a sum with itself": lambda x, r: _doubled(linear(x, IN)),
     "a sum with gaps": lambda x, r: r.repeat_interleave(2, -1)[..., ::2] + linear(x, IN),
 }
 
 
 def _gated_and_added(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate) * up + up
+
+
+def _doubled(y: Tensor) -> Tensor:
+    return y + y
 
 
 @pytest.mark.parametrize("way", BESIDE)
@@ -402,6 +428,16 @@ def test_a_kernel_that_the_model_calls_itself_may_write_what_is_read() -> None:
     with torch.no_grad():
         want, found = project(X.clone(), *args), fused.call(X.clone(), *args)
     torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-5)
+
+
+def test_a_kernel_that_the_model_calls_by_names_is_left_as_it_is() -> None:
+    def project(x: Tensor, scale: Tensor, weight: Tensor) -> Tensor:
+        out, h = x.new_empty(1, HIDDEN), norm(x, scale)
+        parts = {"up": None, "norm_weight": None, "residual": None}
+        gemv(out=out, x=h, weight=weight, **parts, eps=0.0, norm_shift=0.0)
+        return out + linear(x, weight)[0]
+
+    assert check(project, X, SCALE, IN, kernels=2).left(torch.rsqrt) == 1
 
 
 def test_sparse_weights_are_left_to_torch() -> None:
