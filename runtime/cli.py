@@ -280,7 +280,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--slow-rows", type=int, nargs="*", default=[1, 32], metavar="N",
-        help="rows at which torch.compile is measured too, which takes minutes; none: leave it out "
+        help="rows at which torch.compile is measured too, which takes minutes; no number: leave it out "
         "(default: 1 32)",
     )  # fmt: skip
     parser.add_argument(
