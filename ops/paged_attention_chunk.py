@@ -41,6 +41,7 @@ from midstream.ops.paged_kv import (
     check_kv_pages,
     check_score_options,
     check_shared_heads,
+    host_generator,
     kv_region,
     random_pool,
 )
@@ -366,6 +367,7 @@ def _case(
     """
 
     def build(generator: torch.Generator, dtype: torch.dtype, device: torch.device) -> Args:
+        generator = host_generator(generator)
         lengths = tuple(p + n for p, n in zip(past, new, strict=True))
         hidden = tuple(max(0, p + 1 - window) if window else 0 for p in past)
         pool = random_pool(generator, dtype, lengths, kv_block, kv_heads, width, hidden)

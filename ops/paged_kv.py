@@ -120,6 +120,13 @@ class KvPool:
     kv_table: Tensor  # i32[S, Z]  slot i holds sequence i; unused columns name a page of NaN
 
 
+def host_generator(generator: torch.Generator) -> torch.Generator:
+    """The generator itself, or one of its seed where it draws on a device."""
+    if generator.device.type == "cpu":
+        return generator
+    return torch.Generator().manual_seed(generator.initial_seed())
+
+
 def random_pool(
     generator: torch.Generator,
     dtype: torch.dtype,
@@ -129,7 +136,7 @@ def random_pool(
     width: int,
     hidden: tuple[int, ...],
 ) -> KvPool:
-    """A pool that holds `lengths[i]` positions for slot i, for the cases of attention ops.
+    """A pool on the CPU that holds `lengths[i]` positions for slot i, for the cases of attention ops.
 
     The first `hidden[i]` of them hold NaN; pages that hold nothing else are the null page.
     """
@@ -148,8 +155,8 @@ def random_pool(
         table[slot, :count] = pages[taken : taken + count]
         taken += count
         data = torch.randn(2, length, kv_heads, width, generator=generator).to(dtype)
-        for position in range(hidden[slot], length):
-            page = table[slot, position // kv_block]
-            region[page, :, position % kv_block] = data[:, position]
+        position = torch.arange(hidden[slot], length)
+        page = table[slot, position // kv_block]
+        region[page, :, position % kv_block] = data[:, position].transpose(0, 1)
         table[slot, : hidden[slot] // kv_block] = NULL_PAGE
     return KvPool(arena, offset, table.int())
