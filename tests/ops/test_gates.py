@@ -126,12 +126,13 @@ def test_an_unknown_op_is_refused_with_the_known_ones():
         gates.selected(["kv_wrote"])
 
 
-def test_the_first_the_widest_the_worst_and_the_best_aligned_cases_are_compiled():
+def test_the_first_the_largest_the_worst_and_the_best_aligned_cases_are_compiled():
     gates.import_all_ops()
     found = [case.id for case in telling_cases(OPS["gated_delta_step"])]
     assert found[0] == OPS["gated_delta_step"].cases[0].id
-    best, worst, widest = "R3-H4-G2-K128-V128", "R4-H4-G2-K5-V3-gap3", "R9-H4-G2-K128-V128-own"
-    assert set(found[1:]) == {best, worst, widest}
+    best, worst = "R3-H4-G2-K128-V128", "R4-H4-G2-K5-V3-gap3"
+    widest, most_rows = "R9-H4-G2-K128-V128-own", "R9-H3-G3-K5-V3"
+    assert set(found[1:]) == {best, worst, widest, most_rows}
     assert any("D256" in case.id for case in telling_cases(OPS["paged_attention_chunk"]))
 
 
