@@ -315,12 +315,15 @@ def _launch(
     warps = 8 if query_rows * padded > 128 * 64 else 4
     at_once = num_processors(arena.device) * 8 // warps
     spare = num_spare(num_chunks, parts * kv_heads, at_once)
-    part, part_log, chunk_piece = None, None, None
+    pieces = None
     if spare:
-        pieces_shape = (num_chunks + spare, kv_heads, parts * query_rows)
-        part = torch.empty((*pieces_shape, width), dtype=torch.float32, device=out.device)
-        part_log = torch.empty(pieces_shape, dtype=torch.float32, device=out.device)
-        chunk_piece = torch.empty((2, num_chunks), dtype=torch.int32, device=out.device)
+        shape = (num_chunks + spare, kv_heads, parts * query_rows)
+        pieces = (
+            torch.empty((*shape, width), dtype=torch.float32, device=out.device),
+            torch.empty(shape, dtype=torch.float32, device=out.device),
+            torch.empty((2, num_chunks), dtype=torch.int32, device=out.device),
+        )
+    part, part_log, chunk_piece = pieces or (None, None, None)
     factor, cap = score_factors(scale, softcap)
     _attend_kernel[((num_chunks + spare) * parts, kv_heads)](
         out, part, part_log, chunk_piece, arena, q, offset, kv_table, row_slot, position,
@@ -337,16 +340,24 @@ def _launch(
         D=width, WIDTH=padded,
         num_warps=warps, num_stages=3,
     )  # fmt: skip
-    if spare:
-        part_rows = parts * query_rows
-        fold_rows = rows_of_fold(_FOLD_ROWS, padded)
-        programs = max(1, min(part_rows // fold_rows, _FOLD_PROGRAMS // (num_chunks * kv_heads)))
-        _combine_kernel[(num_chunks * programs, kv_heads)](
-            out, part, part_log, chunk_piece, chunk_start, chunk_row,
-            out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_chunks=num_chunks,
-            SHARE=share, PART_ROWS=part_rows, PROGRAMS=programs, M=fold_rows,
-            PIECES=turn_of_pieces(fold_rows, padded), D=width, WIDTH=padded, num_warps=4,
-        )  # fmt: skip
+    if pieces is not None:
+        _combine(out, *pieces, chunk_start, chunk_row)
+
+
+def _combine(
+    out: Tensor, part: Tensor, part_log: Tensor, chunk_piece: Tensor, chunk_start: Tensor, chunk_row: Tensor
+) -> None:  # fmt: skip
+    """Add up the pieces of chunks that have several."""
+    num_chunks, (_, kv_heads, part_rows, width) = chunk_row.shape[0], part.shape
+    padded = triton.next_power_of_2(width)
+    fold_rows = rows_of_fold(_FOLD_ROWS, padded)
+    programs = max(1, min(part_rows // fold_rows, _FOLD_PROGRAMS // (num_chunks * kv_heads)))
+    _combine_kernel[(num_chunks * programs, kv_heads)](
+        out, part, part_log, chunk_piece, chunk_start, chunk_row,
+        out_token_stride=out.stride(0), out_head_stride=out.stride(1), num_chunks=num_chunks,
+        SHARE=out.shape[1] // kv_heads, PART_ROWS=part_rows, PROGRAMS=programs, M=fold_rows,
+        PIECES=turn_of_pieces(fold_rows, padded), D=width, WIDTH=padded, num_warps=4,
+    )  # fmt: skip
 
 
 def _case(
