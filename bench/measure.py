@@ -23,6 +23,7 @@ import triton
 from midstream.graphs.capture import GraphCapture
 
 _COPY_BYTES = 2**32
+_SHORTEST, _LONGEST = 2**20, 2**28  # bytes of a copy whose time is taken
 _COLD_BYTES = 2**30 if torch.cuda.is_available() else 2**20  # several times what a cache holds
 
 
@@ -79,14 +80,18 @@ def captured(work: Callable[[], None], name: str) -> Callable[[], None]:
     return GraphCapture(device()).capture(work, dict, name).replay
 
 
+@cache
 def copy_us(moved: int) -> float:
     """Microseconds of moving `moved` bytes, read and written together, from one place to another.
 
     The quicker of the driver's copy and of a kernel of torch's, in a graph of many that walk through more
     memory than a cache holds.  Short ones are far from `copy_rate`.
     """
-    pairs = max(1, _COLD_BYTES // max(moved, 1))
-    halves = torch.zeros(pairs, 2, max(moved // 8, 1), dtype=torch.int32, device=device())
+    copied = min(
+        max(moved, _SHORTEST), _LONGEST
+    )  # shorter ones take as long, longer ones as many times
+    pairs = max(1, _COLD_BYTES // copied)
+    halves = torch.zeros(pairs, 2, copied // 8, dtype=torch.int32, device=device())
 
     def copy_all() -> None:
         for source, target in halves:
@@ -105,7 +110,7 @@ def copy_us(moved: int) -> float:
             replay()
             seconds.append(now() - begin)
         times.append(sorted(seconds[2:])[3])
-    return 1e6 * min(times) / pairs
+    return 1e6 * min(times) / pairs * max(1, moved / copied)
 
 
 def describe(benchmark: Any, moved_bytes: int | None = None, **extra: Any) -> None:

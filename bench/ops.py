@@ -13,7 +13,6 @@ bfloat16; a name ends in the dtype of the states.  Ops that declare no real size
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import measure
@@ -65,7 +64,7 @@ def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
     benchmark._timer = measure.clock()
     benchmark.pedantic(replay, rounds=ROUNDS, warmup_rounds=3)
     times = percentiles_us(seconds_of(benchmark), launches)
-    copy_us = plain_copy_us(moved_bytes)
+    copy_us = measure.copy_us(moved_bytes)
     measure.describe(
         benchmark,
         launches * moved_bytes,
@@ -78,14 +77,6 @@ def test_op(benchmark: Any, spec: OpSpec, case: OpCase) -> None:
         of_plain_copy=round(copy_us / times["p50_us"], 4),
         **times,
     )
-
-
-@cache
-def plain_copy_us(moved_bytes: int) -> float:
-    """Microseconds of a contiguous copy of as many bytes."""
-    # smaller copies take as long, larger ones are at the copy rate
-    copied = min(max(moved_bytes, 2**20), 2**28)
-    return measure.copy_us(copied) * max(1, moved_bytes / copied)
 
 
 def cold_inputs(spec: OpSpec, case: OpCase) -> list[Args]:
