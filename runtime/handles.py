@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from midstream.errors import ConfigError
 from midstream.runtime.request import Output
 
 
@@ -25,17 +23,3 @@ class Update:
     token_ids: tuple[int, ...]
     text: str | None
     output: Output | None
-
-
-def id_of(handle: Any, engine: int) -> int:
-    """The number of a request.  Raises ConfigError for what is no handle of this engine."""
-    if not isinstance(handle, Handle):
-        raise ConfigError(
-            f"Engine: {handle!r} is no handle; expected what `add` returned; keep it with the request"
-        )
-    if handle.engine not in (None, engine):
-        raise ConfigError(
-            f"Engine: {handle!r} is a handle of another engine; expected what `add` of this one returned; "
-            "ask the engine that it came from"
-        )
-    return handle.request_id

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from itertools import count
 
-from midstream.errors import ContractError
+from midstream.errors import ConfigError, ContractError
 from midstream.runtime.explain import NOT_YET, never_looked_up, sentence
-from midstream.runtime.handles import Handle, Update, id_of
+from midstream.runtime.handles import Handle, Update
 from midstream.runtime.request import Lookup, Output, Request
 
 _REMEMBERED = 4096  # finished requests that explain() still knows
@@ -35,7 +35,16 @@ class Ledger:
 
     def id_of(self, handle: object) -> int:
         """The number of a request.  Raises ConfigError for what is no handle of this engine."""
-        return id_of(handle, self._engine)
+        if not isinstance(handle, Handle):
+            raise ConfigError(
+                f"Engine: {handle!r} is no handle; expected what `add` returned; keep it with the request"
+            )
+        if handle.engine not in (None, self._engine):
+            raise ConfigError(
+                f"Engine: {handle!r} is a handle of another engine; expected what `add` of this one "
+                "returned; ask the engine that it came from"
+            )
+        return handle.request_id
 
     @property
     def num_unfinished(self) -> int:
