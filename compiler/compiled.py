@@ -129,12 +129,13 @@ class CompiledModel:
 
     def undo(self) -> None:
         """Give the model back as it was and drop graphs.  May be called again; caches are of no use then."""
-        if not self._undone:
-            self._undone = True
-            self._steps.forget_graphs()
-            self._memory.is_open = False
-            self._changes.undo()
-            self._lowered.undo()
+        with self._alone:
+            if not self._undone:
+                self._undone = True
+                self._steps.forget_graphs()
+                self._memory.is_open = False
+                self._changes.undo()
+                self._lowered.undo()
 
     def __repr__(self) -> str:
         name = f"CompiledModel of {type(self.model).__name__} on {self._lowered.device}"
@@ -162,8 +163,13 @@ class CompiledModel:
         call = ModelCall.of(kwargs, self._memory)
         uses_cache = self._uses_cache if call.use_cache is None else call.use_cache
         cache = MidstreamCache(self._memory) if call.cache is None else call.cache
-        with self._alone, torch.no_grad():
-            logits = self._run(call, cache)
+        try:
+            with self._alone, torch.no_grad():
+                logits = self._run(call, cache)
+        except BaseException:  # its traceback, which may be kept, holds the cache
+            if call.cache is None:
+                cache.reset()
+            raise
         output = self._output(logits=logits, **{self._cache_name: cache if uses_cache else None})
         return output if call.return_dict else output.to_tuple()
 
@@ -214,7 +220,7 @@ class CompiledModel:
                 )
                 try:
                     return generate(inputs, *args, **kwargs)
-                except BaseException:  # its traceback, which may be kept, holds the cache
+                except BaseException:  # as in a forward
                     if self._generating is not None:
                         self._generating.reset()
                     raise

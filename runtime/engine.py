@@ -261,7 +261,10 @@ class Engine:
         """End unfinished requests, drop graphs and pools, give the model back.  May be called again."""
         if self._closed:
             return
-        with ExitStack() as last_first:  # each of them is done, whatever the others raise
+        with (
+            self._alone,
+            ExitStack() as last_first,
+        ):  # each of them is done, whatever the others raise
             last_first.callback(self._let_go)
             last_first.callback(self._parts.runner.release_graphs)
             last_first.callback(self._end_all)

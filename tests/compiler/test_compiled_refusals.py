@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, St
 import midstream
 from midstream.compiler import row_memory
 from midstream.compiler.lowering import cache_argument
+from midstream.compiler.row_cache import MidstreamCache
 from midstream.errors import CapacityError, ConfigError, ContractError, UnsupportedError
 
 
@@ -51,11 +53,11 @@ def test_a_second_thread_is_refused_and_harms_nobody() -> None:
     ids, refusals = prompt(5)[None], []
 
     def call() -> None:
-        for refused in (compiled.generate, compiled):
+        for refused in (partial(compiled.generate, ids), partial(compiled, ids), compiled.undo):
             with pytest.raises(
                 ContractError, match="one thread at a time; give each thread a model"
             ):
-                refused(ids)
+                refused()
             refusals.append(refused)
 
     def look(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -66,12 +68,14 @@ def test_a_second_thread_is_refused_and_harms_nobody() -> None:
 
     with make() as compiled:
         found = compiled.generate(ids, logits_processor=LogitsProcessorList([look]), **GREEDY)
-        assert len(refusals) == 2 * NEW
+        assert len(refusals) == 3 * NEW
     assert found[0].equal(greedy(build("bamba"), ids[0], NEW))
 
 
-def test_a_generate_that_fails_holds_no_rows_whoever_keeps_its_traceback() -> None:
-    def stop(tokens: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+def test_a_call_that_fails_holds_no_rows_whoever_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*args: Any) -> torch.Tensor:
         raise KeyboardInterrupt
 
     ids = prompt(5)[None]
@@ -79,7 +83,11 @@ def test_a_generate_that_fails_holds_no_rows_whoever_keeps_its_traceback() -> No
         with pytest.raises(KeyboardInterrupt) as kept:
             compiled.generate(ids, logits_processor=LogitsProcessorList([stop]), **GREEDY)
         found = compiled.generate(ids, **GREEDY)
-        assert kept.tb is not None
+        monkeypatch.setattr(MidstreamCache, "remember", stop)  # the last of a forward
+        with pytest.raises(KeyboardInterrupt) as kept_too:
+            compiled(ids)
+        assert compiled.stats()["free_rows"] == 1
+        assert kept.tb is not None and kept_too.tb is not None
     assert found[0].equal(greedy(build("bamba"), ids[0], NEW))
 
 

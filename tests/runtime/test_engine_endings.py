@@ -111,7 +111,13 @@ def test_a_second_thread_during_a_step_is_refused_and_harms_nobody(
         whole = engine._turns.turn
 
         def call() -> None:
-            for refused in (engine.step, lambda: engine.add(prompt), lambda: engine.abort(handle)):
+            calls = (
+                engine.step,
+                lambda: engine.add(prompt),
+                lambda: engine.abort(handle),
+                engine.close,
+            )
+            for refused in calls:
                 with pytest.raises(midstream.ContractError) as caught:
                     refused()
                 refusals.append(str(caught.value))
